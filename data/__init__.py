@@ -1,0 +1,1 @@
+"""Bytes: corpora, splits, and the order in which they are read."""
