@@ -1,0 +1,138 @@
+"""One checked call of banded attention: what every backend receives."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kernels.band import Band, Relative
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of banded attention after checking, clipping and promotion.
+
+    All tensors are on one device and of one type, float32 or float64. They may be views with any
+    strides in memory and may require gradients. The queries are the last ones of the keys'
+    positions: query row a stands at position `offset + a`.
+
+    `band.window` is at most keys - 1, and `relative.r` has exactly `band.window + 1` rows.
+    `seed` keys the dropout mask and is 0 without dropout.
+    """
+
+    q: Float[Tensor, "batch queries heads dim"]
+    k: Float[Tensor, "batch keys heads dim"]
+    v: Float[Tensor, "batch keys heads dim"]
+    band: Band
+    relative: Relative | None
+    dropout: float
+    seed: int
+    scale: float
+
+    @property
+    def offset(self) -> int:
+        """The position of the first query."""
+        return self.k.shape[1] - self.q.shape[1]
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    *,
+    relative: Relative | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    scale: float | None = None,
+) -> Call:
+    """Check the arguments of `banded_attention` and bring them into a backend's form.
+
+    Raises ValueError that names the argument, what came and what is needed.
+    """
+    _check_inputs(q, k, v)
+    if len(band.strides) != q.shape[2]:
+        raise ValueError(
+            f"band.strides has {len(band.strides)} entries; q has {q.shape[2]} heads, "
+            "and each needs one stride"
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be a finite number")
+
+    band = replace(band, window=min(band.window, k.shape[1] - 1))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if relative is not None:
+        _check_relative(relative, q, dtype, band.window + 1)
+        r, content_bias, position_bias = (tensor.to(dtype) for tensor in relative)
+        relative = Relative(r[:, : band.window + 1], content_bias, position_bias)
+    return Call(
+        q=q.to(dtype),
+        k=k.to(dtype),
+        v=v.to(dtype),
+        band=band,
+        relative=relative,
+        dropout=float(dropout),
+        seed=seed,
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+    )
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4 or 0 in tensor.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; it must have the four sizes "
+                "[batch, positions, heads, dim], each at least 1"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has type {tensor.dtype}; it must be a floating-point tensor")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}; "
+                "they must agree"
+            )
+    batch, queries, heads, dim = q.shape
+    if (k.shape[0], *k.shape[2:]) != (batch, heads, dim):
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}; with q of shape {tuple(q.shape)} "
+            f"it must be [{batch}, keys, {heads}, {dim}]"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}; it must have k's, {tuple(k.shape)}")
+    if queries > k.shape[1]:
+        raise ValueError(
+            f"q has {queries} positions but k only {k.shape[1]}; the queries are the last ones "
+            "of the keys' positions, so there must be at least as many keys"
+        )
+
+
+def _check_relative(relative: Relative, q: Tensor, dtype: torch.dtype, rows: int) -> None:
+    heads, dim = q.shape[2:]
+    for name, tensor in _named(relative):
+        if not tensor.is_floating_point() or torch.promote_types(tensor.dtype, dtype) != dtype:
+            raise ValueError(
+                f"{name} has type {tensor.dtype}; with q of {q.dtype} the arithmetic is in "
+                f"{dtype}, and it must be a floating-point type no wider than that"
+            )
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}; it must be on q's, {q.device}")
+    r, *biases = (tensor for _, tensor in _named(relative))
+    if r.ndim != 3 or (r.shape[0], r.shape[2]) != (heads, dim) or r.shape[1] < rows:
+        raise ValueError(
+            f"relative.r has shape {tuple(r.shape)}; it must be [{heads}, rows, {dim}] with at "
+            f"least {rows} rows, one for each delta from 0 to the window or the first key"
+        )
+    for (name, _), bias in zip(list(_named(relative))[1:], biases, strict=True):
+        if bias.shape != (heads, dim):
+            raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be [{heads}, {dim}]")
+
+
+def _named(relative: Relative) -> Iterator[tuple[str, Tensor]]:
+    for field, tensor in zip(relative._fields, relative, strict=True):
+        yield f"relative.{field}", tensor
