@@ -33,13 +33,24 @@ import torch
 from torch import Tensor
 
 from lm.config import UserError
-from lm.files import write_with
+from lm.files import replacing
 from lm.model import LanguageModel, ModelConfig, bands
 from lm.schedule import Stage
 
 FORMAT = 1
-KEYS = frozenset(
-    "format model stage step config data bpc weights optimizer counters scaler digest".split()
+KEYS = (
+    "format",
+    "model",
+    "stage",
+    "step",
+    "config",
+    "data",
+    "bpc",
+    "weights",
+    "optimizer",
+    "counters",
+    "scaler",
+    "digest",
 )
 
 
@@ -47,11 +58,15 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message names the file."""
 
 
-def save_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` (all keys of the layout but format and digest) to `path`, or raise OSError."""
+def save_checkpoint(path: Path, content: Mapping[str, Any], keep: Path | None = None) -> None:
+    """Write `content` (all keys of the layout but format and digest) to `path`, or raise OSError.
+
+    With `keep`, the checkpoint that was at `path` is kept under that name.
+    """
     whole = {"format": FORMAT, **content}
     whole["digest"] = _digest(whole)
-    write_with(path, lambda file: torch.save(whole, file))
+    with replacing(path, keep) as file:
+        torch.save(whole, file)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -84,7 +99,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: checkpoint format {content['format']}, this version reads {FORMAT}"
         )
-    if missing := sorted(KEYS - content.keys()):
+    if missing := [key for key in KEYS if key not in content]:
         raise CheckpointError(f"{path}: not a whole checkpoint, it lacks {', '.join(missing)}")
     digest = content.pop("digest")
     if digest != _digest(content):

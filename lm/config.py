@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from platformdirs import user_cache_path
 
@@ -146,7 +145,6 @@ class Config:
     init_from: str = ""
     overwrite: bool = False
     throwaway: bool = False
-    max_steps: int | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -154,12 +152,6 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-
-
-def register_schema() -> None:
-    """Make the dataclasses known to Hydra under the names that conf/*.yaml refer to."""
-    store = ConfigStore.instance()
-    store.store(name="train_schema", node=Config)
 
 
 def to_config(node: DictConfig, kind: type) -> object:
@@ -196,7 +188,6 @@ def check_train(config: Config) -> None:
     for key, optional in {
         "trainer.micro_batch": trainer.micro_batch,
         "trainer.threads": trainer.threads,
-        "max_steps": config.max_steps,
     }.items():
         if optional is not None:
             _at_least(key, optional, 1)

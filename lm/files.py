@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, keep: Path | None = None) -> Iterator[BinaryIO]:
     """A binary file that takes the name `path` only once all of it is on the disk.
 
     Whatever happens before that (an exception, a full disk, a killed process) leaves the old file
-    as it was. A write that fails raises OSError; its unfinished file is removed.
+    as it was. A write that fails raises OSError; its unfinished file is removed. With `keep`, the
+    old file is not lost but takes that name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
@@ -23,6 +24,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            path.replace(keep)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -42,9 +45,3 @@ def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` as UTF-8."""
     with replacing(path) as file:
         file.write(text.encode())
-
-
-def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` by what `write` puts into the file that it is given."""
-    with replacing(path) as file:
-        write(file)

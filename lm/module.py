@@ -1,0 +1,236 @@
+"""The training step: loss, gradients, clipping, and what a resume has to restore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from data.batches import read_batch
+from lm.config import OptimConfig, UserError
+from lm.metrics import Score
+from lm.model import LanguageModel
+from lm.optim import build_optimizer, set_learning_rate
+from lm.schedule import Stage
+
+
+class NonFiniteError(UserError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class Crops(IterableDataset[Tensor]):
+    """The micro-batches of one process, from a given step on, without end.
+
+    Sample number = step * batch + place in the batch; places go to micro-batches, and inside each
+    to the processes, in order. So what is read at a step does not depend on how many processes
+    share it, and a resume needs no stored position.
+    """
+
+    def __init__(
+        self,
+        text: np.ndarray,
+        stage: Stage,
+        *,
+        seed: int,
+        first_step: int,
+        micro_batch: int,
+        rank: int,
+        world: int,
+    ) -> None:
+        self.text = text
+        self.stage = stage
+        self.seed = seed
+        self.first_step = first_step
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.world = world
+
+    def __iter__(self) -> Iterator[Tensor]:
+        places = range(
+            self.rank * self.micro_batch, self.stage.batch, self.micro_batch * self.world
+        )
+        for step in range(self.first_step, self.stage.steps):
+            for place in places:
+                yield torch.from_numpy(
+                    read_batch(
+                        self.text,
+                        self.seed,
+                        self.stage.number,
+                        step * self.stage.batch + place,
+                        self.micro_batch,
+                        self.stage.sequence,
+                    )
+                )
+
+
+class TrainingModule(pl.LightningModule):
+    """Trains a `LanguageModel` through one stage.
+
+    Attributes:
+        step: optimiser steps of the stage that are done, also across resumes; the learning rate,
+            the data and the random numbers of a step are functions of it.
+        updating: weights or counters are being changed: the state is not to be saved now.
+        train_score: losses since they were last reported, of all processes.
+        validation: result of a validation at this very step, else None.
+        border_pending: the step is done, but not all that happens after it (see callbacks).
+        bad_steps, bad_in_a_row: steps dropped because a number was not finite.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        stage: Stage,
+        optim: OptimConfig,
+        text: np.ndarray,
+        *,
+        seed: int,
+        micro_batch: int,
+        resume: Mapping[str, Any] | None = None,
+        optimizer_state: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.stage = stage
+        self.optim = optim
+        self.text = text
+        self.seed = seed
+        self.micro_batch = micro_batch
+        self.scaler_state = resume["scaler"] if resume else None
+        self.optimizer_state = optimizer_state
+        self.step: int = resume["step"] if resume else 0
+        counters = resume["counters"] if resume else {}
+        self.bad_steps: int = counters.get("bad_steps", 0)
+        self.bad_in_a_row: int = counters.get("bad_in_a_row", 0)
+        self.train_score = Score(counters.get("nats", 0.0), counters.get("count", 0))
+        self.grad_norm: float = counters.get("grad_norm", float("nan"))
+        self.validation: Score | None = None
+        self.border_pending = bool(counters.get("border_pending", False))
+        self.updating = False
+        self._micro = 0
+        self._step_nats = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether the last optimiser step is complete and the next one has not begun."""
+        return self._micro == 0
+
+    def counters(self) -> dict[str, float]:
+        """What is counted from step to step, for the checkpoint."""
+        return {
+            "bad_steps": self.bad_steps,
+            "bad_in_a_row": self.bad_in_a_row,
+            "border_pending": self.border_pending,
+            "grad_norm": self.grad_norm,
+            "nats": self.train_score.nats,
+            "count": self.train_score.count,
+        }
+
+    def configure_optimizers(self) -> Optimizer:
+        """AdamW, with the state that the run begins from, if there is one."""
+        scaled = self.trainer.precision == "16-mixed"
+        optimizer = build_optimizer(self.model, self.optim, self.stage, fused=not scaled)
+        if self.optimizer_state is not None:
+            optimizer.load_state_dict(dict(self.optimizer_state))
+        return optimizer
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Micro-batches as they are: reading is a slice of a memory map, no workers needed."""
+        crops = Crops(
+            self.text,
+            self.stage,
+            seed=self.seed,
+            first_step=self.step,
+            micro_batch=self.micro_batch,
+            rank=self.global_rank,
+            world=self.trainer.world_size,
+        )
+        return DataLoader(crops, batch_size=None)
+
+    def on_train_start(self) -> None:
+        """Restore the fp16 scaler, which Lightning's precision plugin owns."""
+        if self.scaler_state:
+            self.trainer.precision_plugin.load_state_dict(self.scaler_state)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        """Mean loss, in nats per character, of one micro-batch."""
+        self._reseed()
+        tokens = batch.int()
+        logits = self.model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().long())
+        self._step_nats += loss.detach().double().cpu() * tokens[:, 1:].numel()
+        self._micro += 1
+        return loss
+
+    def _reseed(self) -> None:
+        """Make the coming random numbers a function of where the run is, and of nothing else."""
+        key = (self.seed, self.stage.number, self.step, self._micro, self.global_rank)
+        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip, or drop the step if its loss or gradient is not finite.
+
+        A dropped step keeps its place in the data and in the learning-rate schedule: without
+        gradients AdamW changes nothing, neither weights nor its own state.
+        """
+        limit = self.optim.clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        nats = self._sum_over_processes(self._step_nats)
+        self.updating = True
+        self.grad_norm = float(norm)
+        if torch.isfinite(norm) and torch.isfinite(nats):
+            self.bad_in_a_row = 0
+            characters = self.stage.batch * self.stage.sequence
+            self.train_score += Score(float(nats), characters)
+            return
+        worst = self._non_finite_parameter()
+        self.bad_steps += 1
+        self.bad_in_a_row += 1
+        optimizer.zero_grad(set_to_none=True)
+        if self.bad_in_a_row >= self.optim.max_bad_steps:
+            self.updating = False
+            raise NonFiniteError(
+                f"step {self.step} of stage {self.stage.number}: loss or gradient not finite in "
+                f"{self.bad_in_a_row} steps in a row, first in {worst}; lower the learning rate "
+                "or use trainer.precision=32-true, and start again from the last checkpoint"
+            )
+
+    def _sum_over_processes(self, nats: Tensor) -> Tensor:
+        if self.trainer.world_size == 1:
+            return nats
+        total = nats.to(self.device)
+        torch.distributed.all_reduce(total)
+        return total.cpu()
+
+    def _non_finite_parameter(self) -> str:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                return name
+        return "the loss"
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """One step at the learning rate of its place in the stage."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        set_learning_rate(optimizer, self.learning_rate)  # type: ignore[arg-type]
+        super().optimizer_step(*args, **kwargs)
+        self._step_nats.zero_()
+        self._micro = 0
+        self.step += 1
+        self.border_pending = True
+        self.updating = False
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the coming step."""
+        return self.stage.learning_rate(self.step)
