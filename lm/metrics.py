@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -52,6 +54,52 @@ def character_nats(
         logits.float().reshape(-1, symbols), targets.reshape(-1).long(), reduction="none"
     )
     return losses.double().view(targets.shape)
+
+
+class Tally:
+    """Adds up the losses of scored characters, in total and by how much context each was given.
+
+    Args:
+        left_out: a byte value whose losses do not count (it stays in the context).
+        edges: rising numbers of context characters; bin b of the curve holds the characters that
+            were given edges[b] <= context < edges[b + 1]. Smaller contexts count in total only.
+    """
+
+    def __init__(self, left_out: int | None = None, edges: Sequence[int] = ()) -> None:
+        self.score = Score()
+        self.ignored = 0
+        self.left_out = left_out
+        self.edges = np.asarray(edges, dtype=np.int64)
+        self.curve_nats = np.zeros(len(edges), dtype=np.float64)
+        self.curve_counts = np.zeros(len(edges), dtype=np.int64)
+
+    def add(
+        self,
+        nats: Float64[Tensor, "batch positions"],
+        targets: Integer[Tensor, "batch positions"],
+        context: range,
+    ) -> None:
+        """Count the losses of `targets`; target t of each row was given context[t] characters."""
+        losses, kept = nats.cpu().numpy(), np.ones(tuple(nats.shape), dtype=bool)
+        if self.left_out is not None:
+            kept = targets.cpu().numpy() != self.left_out
+        count = int(kept.sum())
+        self.score += Score(float(losses[kept].sum()), count)
+        self.ignored += kept.size - count
+        if len(self.edges):
+            bins = np.searchsorted(self.edges, np.arange(context.start, context.stop), "right") - 1
+            bins = np.broadcast_to(bins, losses.shape)
+            inside = kept & (bins >= 0)
+            size = len(self.edges)
+            self.curve_nats += np.bincount(bins[inside], losses[inside], minlength=size)
+            self.curve_counts += np.bincount(bins[inside], minlength=size)
+
+    def sum_over_processes(self) -> None:
+        """Replace every number by its sum over all processes."""
+        self.score = summed(self.score)
+        self.ignored = int(summed_tensor(torch.tensor([self.ignored])))
+        self.curve_nats = summed_tensor(torch.from_numpy(self.curve_nats)).numpy()
+        self.curve_counts = summed_tensor(torch.from_numpy(self.curve_counts)).numpy()
 
 
 def summed(score: Score) -> Score:

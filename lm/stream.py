@@ -45,9 +45,11 @@ class LayerCache:
         """Positions for which the buffer has room."""
         return 0 if self._keys is None else self._keys.shape[1]
 
-    def clear(self) -> None:
-        """Forget all positions but keep the buffer."""
+    def clear(self, *, keep_buffer: bool = True) -> None:
+        """Forget all positions; without the buffer, the next texts may be more or fewer."""
         self._end = 0
+        if not keep_buffer:
+            self._keys = self._values = None
 
     def extend(
         self, k: Float[Tensor, "B N H D"], v: Float[Tensor, "B N H D"]
@@ -100,22 +102,20 @@ class StreamState:
         self.model = model
         self.batch = batch
         self.position = 0
-        self.caches = [self._cache(block.attention) for block in self._blocks]
+        self.blocks = cast(list[Block], list(model.blocks))
+        self.caches = [self._cache(block.attention) for block in self.blocks]
 
     @torch.inference_mode()
     def _cache(self, attention: BandedAttention) -> LayerCache:
         band = attention.band
         return LayerCache(band.reach, attention.distance_keys(self.model.table, band.window + 1))
 
-    @property
-    def _blocks(self) -> list[Block]:
-        return cast(list[Block], list(self.model.blocks))
-
-    def restart(self) -> None:
-        """Begin new texts at position 0; r and the buffers are kept."""
-        self.position = 0
+    def restart(self, batch: int) -> None:
+        """Begin `batch` new texts at position 0; r stays, and so do the buffers if they fit."""
         for cache in self.caches:
-            cache.clear()
+            cache.clear(keep_buffer=batch == self.batch)
+        self.batch = batch
+        self.position = 0
 
     @torch.inference_mode()
     def advance(
@@ -136,7 +136,7 @@ class StreamState:
         x = embedded(self.model, tokens)
         starts = first_positions([cache.reach for cache in self.caches], first)
         x = x[:, max(0, starts[0] - (end - x.shape[1])) :]
-        for layer, (block, cache) in enumerate(zip(self._blocks, self.caches, strict=True)):
+        for layer, (block, cache) in enumerate(zip(self.blocks, self.caches, strict=True)):
             skipped = max(0, starts[layer + 1] - (end - x.shape[1]))
             if skipped and x.shape[1]:
                 cache.extend(*keys_and_values(block, x[:, :skipped]))
