@@ -3,7 +3,7 @@
 import functools
 import importlib
 import logging
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class BackendError(RuntimeError):
     """A backend asked for by name does not exist or cannot run the call."""
 
 
+@runtime_checkable
 class Backend(Protocol):
     """What a backend's module offers."""
 

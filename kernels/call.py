@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -36,6 +37,27 @@ class Call:
     def offset(self) -> int:
         """The position of the first query."""
         return self.k.shape[1] - self.q.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return q, k, v and, with relative terms, r and the two biases: all that has gradients."""
+        return self.q, self.k, self.v, *(self.relative or ())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return all but the tensors, which autograd must hold for checkpointing to free them."""
+        return {
+            "band": self.band,
+            "dropout": self.dropout,
+            "seed": self.seed,
+            "scale": self.scale,
+        }
+
+    @classmethod
+    def from_tensors(cls, settings: dict[str, Any], tensors: tuple[Tensor, ...]) -> Self:
+        """Return the call again from its `settings` and `tensors`."""
+        q, k, v, *relative = tensors
+        return cls(q=q, k=k, v=v, relative=Relative(*relative) if relative else None, **settings)
 
 
 def make_call(
