@@ -10,6 +10,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from lm.config import Config, check_train, schedule_of, to_config
+from lm.config_eval import (
+    CompressConfig,
+    EvalConfig,
+    SampleConfig,
+    check_compress,
+    check_eval,
+    check_sample,
+)
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = [
@@ -18,14 +26,36 @@ CHOICES = [
     if group.is_dir()
     for file in sorted(group.glob("*.yaml"))
 ]
+# What each command's check takes, and the least that has to be said on its command line.
+COMMANDS = {
+    "train": (Config, check_train, []),
+    "eval": (EvalConfig, check_eval, ["run=demo"]),
+    "sample": (SampleConfig, check_sample, ["run=demo"]),
+    "compress": (
+        CompressConfig,
+        check_compress,
+        ["action=compress", "run=demo", "input=a", "output=b"],
+    ),
+}
+
+
+def config_of(command: str, schema: type, *overrides: str):
+    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = to_config(compose(command, list(overrides)), schema)
+    assert isinstance(config, schema)
+    return config
 
 
 def train_config(*overrides: str) -> Config:
-    ConfigStore.instance().store(name="train_schema", node=Config)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = to_config(compose("train", list(overrides)), Config)
-    assert isinstance(config, Config)
-    return config
+    return config_of("train", Config, *overrides)
+
+
+@pytest.mark.parametrize("command", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_command(command):
+    schema, check, overrides = COMMANDS[command]
+    check(config_of(command, schema, *overrides))
+    assert (CONF.parent / f"{command}.py").exists()
 
 
 @pytest.mark.parametrize("choice", CHOICES)
