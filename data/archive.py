@@ -98,8 +98,6 @@ def _copy(read: Callable[[int], bytes], out: BufferedIOBase, limit: int) -> int:
     while chunk := read(min(CHUNK, limit + 1 - written)):
         written += len(chunk)
         out.write(chunk)
-        if written > limit:
-            break
     return written
 
 

@@ -79,6 +79,12 @@ def test_starts_are_uniform():
     assert ((counts - draws / bins) ** 2 / (draws / bins)).sum() < 63 + 4 * 11.2
 
 
+def test_no_start_is_favoured_when_positions_do_not_divide_the_words():
+    """Without rejection the lowest third would be drawn half of the time."""
+    starts = [crop_start(2, 1, sample, 3 * 2**62) for sample in range(2000)]
+    assert abs(sum(start < 2**62 for start in starts) / 2000 - 1 / 3) < 4 * 0.0105
+
+
 def test_successive_samples_are_not_correlated():
     starts = np.array([crop_start(5, 1, sample, 10**6) for sample in range(4000)]) / 10**6
     assert abs(np.corrcoef(starts[:-1], starts[1:])[0, 1]) < 4 / np.sqrt(4000)

@@ -126,6 +126,29 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path, monk
     assert open_corpus("file", root, path=path) == after
 
 
+def test_other_fractions_cut_anew(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(100)))
+    for fractions in ((0.9, 0.05, 0.05), (0.5, 0.3, 0.2), (0.9, 0.05, 0.05)):
+        corpus = open_corpus("file", tmp_path, path=tmp_path / "text", fractions=fractions)
+        assert [len(corpus.splits[name]) for name in SPLITS] == [100 * f for f in fractions]
+        test = corpus.splits["test"]
+        assert test.sha256 == hashlib.sha256(bytes(range(test.start, 100))).hexdigest()
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, monkeypatch):
+    path, plain = tmp_path / "text", data.verify.scan
+    path.write_bytes(bytes(100))
+
+    def scan(path, cuts):
+        facts = plain(path, cuts)
+        os.utime(path, ns=(0, 1))
+        return facts
+
+    monkeypatch.setattr(data.verify, "scan", scan)
+    with pytest.raises(DataError, match="text changed while it was read: start again"):
+        open_corpus("file", tmp_path / "root", path=path)
+
+
 def test_a_file_that_shrank_since_is_named(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(bytes(100))

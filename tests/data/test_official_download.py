@@ -1,10 +1,13 @@
 """Without a file the corpus is downloaded, once; offline the error says what to do."""
 
+import contextlib
+
 import pytest
 
 from data import prepare
 from data.corpus import DataError, open_corpus
 from data.official import OFFICIAL
+from data.store import Store
 from tests.data.helpers import content, names, zipped
 
 
@@ -52,8 +55,22 @@ def test_offline_the_error_says_what_to_do(root, mini_enwik8):
     assert list(root.iterdir()) == []
 
 
-def test_a_bad_download_leaves_nothing(root, mini_enwik8, monkeypatch):
+def test_what_another_process_fetched_meanwhile_is_taken(root, mini_enwik8, monkeypatch):
+    urls = serve(monkeypatch, b"")
+
+    @contextlib.contextmanager
+    def lock(store, name):
+        (root / "enwik8").write_bytes(mini_enwik8)
+        yield
+
+    monkeypatch.setattr(Store, "lock", lock)
+    assert content(open_corpus("enwik8", root)) == mini_enwik8
+    assert urls == []
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_bad_download_leaves_nothing(root, mini_enwik8, monkeypatch, allow):
     serve(monkeypatch, zipped("enwik8", mini_enwik8[::-1]))
     with pytest.raises(DataError, match="sha256"):
-        open_corpus("enwik8", root)
+        open_corpus("enwik8", root, allow_nonstandard=allow)
     assert list(root.iterdir()) == []

@@ -128,11 +128,37 @@ def test_a_changed_archive_is_noticed(root, mini_text8, monkeypatch, closed):
         root.chmod(0o555 if closed else 0o755)
         with pytest.warns(UserWarning, match="NOT the standard text"):
             assert content(open_corpus("text8", root, allow_nonstandard=True)) == text
+        assert names(root) == ({"text8.gz"} if closed else {"text8.gz", "text8"})
     calls = count_calls(monkeypatch, unpacked, "unpack")
     os.utime(archive, ns=(0, 1))  # touched, but the same
     with pytest.warns(UserWarning, match="NOT the standard text"):
         assert content(open_corpus("text8", root, allow_nonstandard=True)) == b"q " * 50
     assert calls == []
+
+
+def test_a_changed_archive_is_noticed_after_its_text_was_cut_otherwise(root, mini_text8):
+    archive = root / "text8.gz"
+    for text in (b"abc " * 30, b"xyz " * 30):
+        archive.write_bytes(gzip.compress(text))
+        with pytest.warns(UserWarning, match="NOT the standard text"):
+            assert content(open_corpus("text8", root, allow_nonstandard=True)) == text
+        open_corpus("file", root, path=root / "text8", fractions=(0.5, 0.3, 0.2))
+
+
+def test_an_archive_of_the_standard_text_may_change_once_it_is_unpacked(root, mini_enwik8):
+    (root / "enwik8.gz").write_bytes(gzip.compress(mini_enwik8))
+    open_corpus("enwik8", root)
+    (root / "enwik8.gz").write_bytes(b"<html>")
+    assert content(open_corpus("enwik8", root)) == mini_enwik8
+
+
+def test_the_right_archive_is_not_taken_for_another(root, mini_text8):
+    (root / "text8.xz").write_bytes(lzma.compress(b"abc " * 30))
+    with pytest.warns(UserWarning, match="NOT the standard text"):
+        open_corpus("text8", root, allow_nonstandard=True)
+    (root / "text8.zip").write_bytes(zipped("text8", mini_text8))
+    with pytest.warns(UserWarning, match="is used instead"):
+        assert content(open_corpus("text8", root)) == mini_text8
 
 
 def test_a_file_of_the_users_is_never_overwritten(root, mini_enwik8):

@@ -14,7 +14,7 @@ from data.scan import FRACTIONS, count_crlf, cut, digest_of, first_outside, scan
 SHARES = st.lists(st.floats(1e-6, 1), min_size=1, max_size=5)
 
 
-@given(size=st.integers(0, 10**12), shares=SHARES)
+@given(size=st.integers(0, 10**18), shares=SHARES)
 def test_ranges_cover_the_file_once(size, shares):
     edges = cut(size, [share / sum(shares) for share in shares])
     assert edges[0] == 0
@@ -22,11 +22,12 @@ def test_ranges_cover_the_file_once(size, shares):
     assert len(edges) == len(shares) + 1
     assert all(start <= stop for start, stop in pairwise(edges))
     for (start, stop), share in zip(pairwise(edges), shares, strict=True):
-        assert abs((stop - start) - size * share / sum(shares)) <= 1 + 1e-3
+        assert abs((stop - start) - size * share / sum(shares)) <= 1 + 1e-9 * size
 
 
 def test_decimal_fractions_are_exact():
     assert cut(100_000_000, FRACTIONS) == (0, 90_000_000, 95_000_000, 100_000_000)
+    assert cut(10**18 + 1, FRACTIONS)[1:] == (9 * 10**17, 95 * 10**16, 10**18 + 1)
     assert cut(10, (0.1, 0.2, 0.7)) == (0, 1, 3, 10)
 
 

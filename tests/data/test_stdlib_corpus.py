@@ -83,11 +83,11 @@ def test_a_library_without_source_is_refused(root, tmp_path, monkeypatch):
         open_corpus("stdlib", root)
 
 
-def start(root: Path, cache: Path, *more: str) -> subprocess.Popen:
+def start(root: Path, cache: Path, name: str, **more: str) -> subprocess.Popen:
     environment = {**os.environ, "LONGCHAR_CACHE": str(cache), "TMPDIR": str(cache.parent / "tmp")}
-    environment |= {"PYTHONPATH": "", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    environment |= {"PYTHONPATH": "", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", **more}
     return subprocess.Popen(
-        [sys.executable, "-m", "data.prepare", *more, "--root", str(root)],
+        [sys.executable, "-m", "data.prepare", name, "--root", str(root)],
         cwd=REPOSITORY,
         env=environment,
         stdout=subprocess.PIPE,
@@ -99,17 +99,18 @@ def start(root: Path, cache: Path, *more: str) -> subprocess.Popen:
 def test_four_cold_processes_at_once(root, tmp_path):
     """Through the command, whose terminal knows ASCII only."""
     folder = root / "é"
-    processes = [start(folder, tmp_path / "cache", "stdlib") for _ in range(4)]
+    processes = [start(folder, tmp_path / "cache", "stdlib", LC_ALL="C.UTF-8") for _ in range(4)]
     outcomes = [(*process.communicate(timeout=60), process.returncode) for process in processes]
     assert {outcome[1:] for outcome in outcomes} == {("", 0)}
     assert len({outcome[0] for outcome in outcomes}) == 1
     lines = outcomes[0][0].splitlines()
+    assert r"/\xe9/stdlib-" in lines[1]
     assert [line.split(":")[0] for line in lines] == ["stdlib", *SPLITS, "symbols in train"]
     assert len(list(folder.iterdir())) == 2
 
 
 def test_the_command_ends_in_one_line_when_it_fails(root, tmp_path):
-    process = start(root, tmp_path / "cache", "wikitext")
+    process = start(root, tmp_path / "cache", "wikitext", LC_ALL="C")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
     assert err == "error: unknown corpus 'wikitext': expected one of enwik8, text8, file, stdlib\n"

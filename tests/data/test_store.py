@@ -116,6 +116,10 @@ def test_a_temporary_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
     (tmp_path / "tmp" / f"longchar-{os.getuid()}").symlink_to(tmp_path)
     with pytest.raises(DataError, match="belongs to another user: set TMPDIR"):
         private_folder()
+    monkeypatch.setattr(os, "getuid", lambda: 12345678)
+    (tmp_path / "tmp" / "longchar-12345678").mkdir()
+    with pytest.raises(DataError, match="belongs to another user: set TMPDIR"):
+        private_folder()
 
 
 def test_home_is_expanded(tmp_path, monkeypatch):
@@ -195,6 +199,7 @@ def test_a_record_of_another_shape_counts_as_none(tmp_path):
     text.write_bytes(b"abcd")
     good = encode(record_of(text))
     assert decode(good)
+    assert decode(good.replace(b'"format": 1', b'"format": 2')) is None
     assert decode(good.replace(b'"size": 4', b'"size": "four"')) is None
     assert decode(good.replace(b"6162", b"6z")) is None
 
