@@ -5,7 +5,7 @@ Shapes: B batch, N positions of this call, H heads, D head width, M model width,
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kernels import Band, Relative, banded_attention
 
 
+@runtime_checkable
 class KeyValueCache(Protocol):
     """What attention needs of a cache of past keys and values (lm.stream has one)."""
 

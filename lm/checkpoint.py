@@ -78,21 +78,25 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such checkpoint file")
+    damaged = f"{path}: truncated, damaged or not a checkpoint"
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{damaged} (no zip archive); use an earlier one")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (
         pickle.UnpicklingError,
         zipfile.BadZipFile,
+        OSError,
         RuntimeError,
         EOFError,
         KeyError,
         ValueError,
         TypeError,
+        AttributeError,
+        IndexError,
     ) as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{path}: truncated, damaged or not a checkpoint ({reason}); use an earlier one"
-        ) from error
+        raise CheckpointError(f"{damaged} ({reason}); use an earlier one") from error
     if not isinstance(content, dict) or "format" not in content:
         raise CheckpointError(f"{path}: not a checkpoint of this project (no format version)")
     if content["format"] != FORMAT:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -159,7 +159,21 @@ def to_config(node: DictConfig, kind: type) -> object:
     missing = sorted(OmegaConf.missing_keys(node))
     if missing:
         raise ConfigError(f"{missing[0]}: no value given; set it on the command line or a preset")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), node))
+    for key in added_keys(node, kind):
+        raise ConfigError(f"{key}: unknown key; --cfg job shows the keys that there are")
+    return OmegaConf.to_object(node)
+
+
+def added_keys(node: DictConfig, kind: type, prefix: str = "") -> Iterator[str]:
+    """Keys that the command line added (+key=value) and the schema does not know."""
+    known = {field.name for field in fields(kind)}
+    for name in node:
+        key = f"{prefix}{name}"
+        if name not in known:
+            yield key
+        elif isinstance(node[name], DictConfig) and (part := OmegaConf.get_type(node, name)):
+            if is_dataclass(part):
+                yield from added_keys(node[name], part, f"{key}.")
 
 
 def check_train(config: Config) -> None:
@@ -195,6 +209,13 @@ def check_train(config: Config) -> None:
     _at_least("seed", config.seed, 0)
     _at_least("optim.weight_decay", optim.weight_decay, 0)
     _at_least("optim.clip", optim.clip, 0)
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ConfigError(f"optim.betas={optim.betas}: expected two numbers from 0 to below 1")
+    if len(config.data.fractions) != 3:
+        raise ConfigError(
+            f"data.fractions={config.data.fractions}: expected three numbers, for train, valid "
+            "and test"
+        )
     _check_name(config.name)
     _check_stages(config.schedule)
     schedule = schedule_of(config)
@@ -286,6 +307,6 @@ def _choice(key: str, value: str, choices: Sequence[str]) -> None:
         raise ConfigError(f"{key}={value}: expected one of {', '.join(choices)}")
 
 
-def _at_least(key: str, value: float, least: float) -> None:
+def _at_least(key: str, value: int | float, least: int) -> None:
     if not (math.isfinite(value) and value >= least):
         raise ConfigError(f"{key}={value}: expected at least {least}")

@@ -11,11 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,6 +24,7 @@ from data.corpus import DataError
 from kernels import BackendError
 from lm.config import UserError, to_config
 
+CONF = Path(__file__).parent.parent / "conf"
 USER_ERRORS = (UserError, DataError, BackendError)
 
 
@@ -36,17 +38,17 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
 
     def wrap(function: Callable[[Any], object]) -> Callable[[], None]:
         def task(node: DictConfig) -> object:
-            return function(to_config(node, schema))
+            try:
+                return function(to_config(node, schema))
+            except USER_ERRORS as error:
+                sys.exit(f"error: {one_line(str(error))}")
 
         def run() -> None:
             ConfigStore.instance().store(name=f"{name}_schema", node=schema)
             # Hydra then raises its errors instead of printing them over many lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
-            main = hydra.main(version_base="1.3", config_path="../conf", config_name=name)(task)
             try:
-                main()
-            except USER_ERRORS as error:
-                sys.exit(f"error: {one_line(str(error))}")
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
             except (HydraException, OmegaConfBaseException) as error:
                 sys.exit(f"error: {explain(error, schema)}")
 
@@ -56,23 +58,48 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
 
 
 def explain(error: Exception, schema: type) -> str:
-    """Hydra's message as one line; an unknown key comes with the nearest valid one."""
-    texts = []
-    cause: BaseException | None = error
-    while cause is not None:
-        texts.append(str(cause))
-        cause = cause.__cause__
-    whole = "\n".join(texts)
+    """Hydra's message as one line that names the key and says what to do."""
+    whole = "\n".join(_messages(error))
+    if isinstance(error, OverrideParseException):
+        return _explain_quoting(str(error.override))
+    if found := re.search(r"Ambiguous value for argument '(.*?)'", whole):
+        return _explain_quoting(found.group(1))
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={choice}: no such choice; expected one of {', '.join(error.options)}"
     if found := re.search(r"full_key: (\S+)", whole):
         key = found.group(1)
-        if "not in" in whole or "Could not override" in whole:
-            near = difflib.get_close_matches(key, list(keys(schema)), n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]}?" if near else "; --cfg job lists all keys"
-            if re.search(r"Key '.*' (is )?not in", whole):
-                return f"{key}: unknown key{hint}"
-        reason = re.search(r"(Value .*|.*cannot be converted.*|.*Incompatible.*)", whole)
-        return f"{key}: {one_line(reason.group(1) if reason else texts[-1])}"
-    return one_line(texts[0])
+        if re.search(r"Key '.*' (is )?not in", whole):
+            return f"{key}: unknown key; {nearest_key(key, schema)}"
+        reason = re.search(r"(Value .*|field .*|.*cannot be .*|.*ncompatible.*)", whole)
+        return f"{key}: {one_line(reason.group(1) if reason else whole)}"
+    return one_line(whole)
+
+
+def _messages(error: BaseException | None) -> Iterator[str]:
+    while error is not None:
+        yield str(error)
+        error = error.__cause__
+
+
+def _explain_quoting(override: str) -> str:
+    key, _, value = override.partition("=")
+    return (
+        f"{override}: a value with =, commas or other signs has to be quoted twice, "
+        f"once for the shell: '{key}=\"{value}\"'"
+    )
+
+
+def nearest_key(key: str, schema: type) -> str:
+    """A hint at the valid key that is most like `key`, or at those of its section."""
+    known = list(keys(schema))
+    section, _, name = key.rpartition(".")
+    close = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], 1, 0.75)
+    if near := [k for k in known if close and k.rpartition(".")[2] == close[0]]:
+        best = difflib.get_close_matches(key, near, 1, 0.0)[0]
+        return f"did you mean {best}?"
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    return f"{section or 'this command'} has {', '.join(siblings) or 'no keys'}"
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning.utilities import rank_zero_only
 
 from data.corpus import Corpus, check_length, open_corpus
-from kernels import Band, describe_choice
+from kernels import describe_choice
 from lm.callbacks import Metrics, Validation
 from lm.checkpoint import load_weights
 from lm.config import Config, ConfigError, UserError, check_train, data_root, schedule_of
@@ -38,7 +38,7 @@ from lm.module import TrainingModule
 from lm.progress import ProgressLine, say
 from lm.saving import Checkpoints, Signals, Stopped
 from lm.schedule import Stage
-from lm.start import Start, plan_start, run_folder, stage_folder
+from lm.start import Start, data_record, plan_start, run_folder, stage_folder
 
 
 def train(config: Config) -> None:
@@ -56,8 +56,8 @@ def train(config: Config) -> None:
     micro = [micro_batch(config, stage) for stage in chosen]
     corpus = open_data(config)
     for stage in chosen:
-        check_length(corpus, "train", stage.sequence + 1, f"stage {stage.number}")
-    check_length(corpus, "valid", 2, "validation")
+        check_length(corpus.splits["train"], stage.sequence, f"stage {stage.number}")
+    check_length(corpus.splits["valid"], 1, "validation")
     with locked(run_folder(config)):
         say("\n".join(corpus.describe()))
         for stage, sequences in zip(chosen, micro, strict=True):
@@ -181,7 +181,9 @@ def announce(config: Config, stage: Stage, device: Device, sequences: int, start
     """Say what is about to run, and what it will cost."""
     world = config.trainer.devices * config.trainer.nodes
     flops = step_flops(config, stage)
-    head = Band(stage.windows[0], stage.strides[0])
+    attention = describe_choice(
+        config.model.backend, dim=config.model.width // config.model.heads, device=device.kind
+    )
     lines = [
         f"stage {stage.number}: {stage.steps:,} steps {start.said}",
         f"  model: {parameters(config.model):,} parameters, {config.model.layers} layers, "
@@ -191,7 +193,7 @@ def announce(config: Config, stage: Stage, device: Device, sequences: int, start
         f"{stage.batch * stage.sequence:,} characters a step",
         f"  learning rate {stage.lr:g} after {stage.warmup:,} steps of warm-up",
         f"  device: {device.name}, {device.precision}, {device.peak / 1e9:,.0f} GFLOP/s measured",
-        f"  attention: {describe_choice(head, config.model.backend, device.kind)}",
+        f"  {attention}",
         f"  {flops:.3g} FLOP a step; at 40% of the peak about "
         f"{stage.steps * flops / (0.4 * device.peak * world) / 3600:.2g} hours",
     ]

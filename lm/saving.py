@@ -139,7 +139,7 @@ class Signals(pl.Callback):
         if self.wanted is not None:
             raise Stopped(self.wanted)
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Give the signals back."""
         for number, handler in self.before.items():
             signal.signal(number, handler)

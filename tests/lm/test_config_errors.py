@@ -1,0 +1,95 @@
+"""Mistakes in keys and values end in one line that names the key."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.config import Config, ConfigError, check_train
+from lm.entry import command, nearest_key
+from lm.run import train
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.heads=7", "model.heads=7: must divide model.width=512"),
+        ("model.layers=0", "model.layers=0: expected at least 1"),
+        ("model.dropout=1", "model.dropout=1.0: expected at least 0 and less than 1"),
+        ("model.dropout=nan", "model.dropout=nan: expected at least 0"),
+        ("model.backend=cuda", "model.backend=cuda: expected one of auto, tvm"),
+        ("model.position_unit=x", "model.position_unit=x: expected one of characters"),
+        ("data.name=wiki", "data.name=wiki: expected one of enwik8"),
+        ("trainer.devices=0", "trainer.devices=0: expected at least 1"),
+        ("trainer.precision=half", "trainer.precision=half: expected one of auto"),
+        ("trainer.micro_batch=0", "trainer.micro_batch=0: expected at least 1"),
+        ("validation.every=0", "validation.every=0: expected at least 1"),
+        ("optim.clip=-1", "optim.clip=-1.0: expected at least 0"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9]: expected two numbers"),
+        ("data.fractions=[0.5,0.5]", "data.fractions=[0.5, 0.5]: expected three numbers"),
+        ("name=a/b", "name='a/b': expected the name of a folder"),
+        ("name=..", "name='..': expected the name of a folder"),
+        ("seed=-1", "seed=-1: expected at least 0"),
+    ],
+)
+def test_values_out_of_range_are_named(override, message, compose):
+    with pytest.raises(ConfigError) as caught:
+        check_train(compose(override))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("trainer.devicse", "did you mean trainer.devices?"),
+        ("model.layer", "did you mean model.layers?"),
+        ("optim.lr", "optim has betas, eps, weight_decay, decay, clip, fresh, max_bad_steps"),
+    ],
+)
+def test_an_unknown_key_comes_with_the_nearest_one(key, hint):
+    assert nearest_key(key, Config) == hint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trainer.devicse=2"], "trainer.devicse: unknown key; did you mean trainer.devices?"),
+        (["+model.size=2"], "model.size: unknown key; --cfg job shows the keys that there are"),
+        (["model.layers=many"], "model.layers: Value 'many' of type 'str' could not be converted"),
+        (["experiment=enwik9"], "experiment=enwik9: no such choice; expected one of demo,"),
+        (["data.path=a=b"], "data.path=a=b: a value with =, commas or other signs has to be"),
+        (["data.path=a,b"], "data.path=a,b: a value with =, commas or other signs has to be"),
+        (["stage=6"], "stage=6: this schedule has the stages 1 to 5"),
+        (["trainer.precision=16-mixed", "trainer.accelerator=cpu"], "trainer.precision=16-mixed:"),
+        (["trainer.devices=3"], "trainer.devices=3, trainer.nodes=1: 3 processes cannot share"),
+        (["trainer.micro_batch=5"], "trainer.micro_batch=5: must divide 32"),
+        (["data=file", "data.path=/no/such/file"], "cannot read /no/such/file: No such file"),
+    ],
+)
+def test_the_command_line_ends_in_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        command("train", Config)(train)()
+    assert isinstance(caught.value.code, str)
+    assert caught.value.code.startswith(f"error: {message}")
+    assert "\n" not in caught.value.code
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_program_itself_says_one_line_and_fails(tmp_path):
+    run = subprocess.run(
+        [sys.executable, ROOT / "train.py", "stage=6"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=100,
+    )
+    assert run.returncode == 1
+    assert run.stderr == (
+        "error: stage=6: this schedule has the stages 1 to 5; choose one of them, or stage=all\n"
+    )
+    assert not list(tmp_path.iterdir())
