@@ -19,7 +19,6 @@ expression; Python loops around them unroll at build time.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
@@ -37,36 +36,6 @@ _EXP2 = (
 )
 _ROUNDER = 1.5 * 2**23  # adding it leaves the nearest integer in the low bits of the sum
 _ROUNDER_BITS = 0x4B400000
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The shapes of the register tiles, chosen for a vector unit.
-
-    lanes: floats per register. rows: query rows of a tile. columns: registers per row of a tile of
-    scores, so that a panel of keys has columns * lanes keys. dims: at most so many registers per
-    row of a tile along the head's dimension. keys: rows of a tile of key gradients. block: query
-    rows that are worked on together, a multiple of rows.
-    """
-
-    lanes: int
-    rows: int
-    columns: int
-    dims: int
-    keys: int
-    block: int
-
-    @property
-    def panel(self) -> int:
-        """Keys in a panel: the columns of a tile of scores."""
-        return self.columns * self.lanes
-
-    def split(self, dim: int) -> list[range]:
-        """Return the registers of a row of `dim` floats in groups of at most `dims`."""
-        vectors = dim // self.lanes
-        groups = -(-vectors // self.dims)
-        bounds = [vectors * i // groups for i in range(groups + 1)]
-        return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def splat(value: Expr | float, lanes: int) -> Expr:

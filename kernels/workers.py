@@ -1,0 +1,133 @@
+"""A crew of Python threads that run kernels, which release the interpreter's lock.
+
+The thread that asks works too, and helpers join it: torch.get_num_threads() - 1 of them, read at
+each call. Helpers are daemon threads that sleep on a queue; they start when they are first needed,
+and anew in the child after a fork. Several threads may ask at once: each does its own jobs if no
+helper is free, so nothing waits for ever.
+"""
+
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+Job = Callable[[int], None]
+
+
+class _Crew:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.invitations: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.helpers = 0
+
+    def invite(self, helpers: int, work: Callable[[], None]) -> None:
+        with self.lock:
+            while self.helpers < helpers:
+                self.helpers += 1
+                name = f"longchar-kernels-{self.helpers}"
+                threading.Thread(target=self._help, name=name, daemon=True).start()
+        for _ in range(helpers):
+            self.invitations.put(work)
+
+    def _help(self) -> None:
+        while True:
+            self.invitations.get()()
+
+
+class _Jobs:
+    """The jobs of one call and how far they are."""
+
+    def __init__(self, count: int, prepare: Callable[[], Job]) -> None:
+        self.count, self.prepare = count, prepare
+        self.claims = itertools.count()  # next() on it is atomic
+        self.changed = threading.Condition()
+        self.working = 0
+        self.error: BaseException | None = None
+
+    def work(self) -> None:
+        """Claim and do jobs until none is left or one has failed."""
+        with self.changed:
+            self.working += 1
+        try:
+            claim = next(self.claims)
+            job = self.prepare() if claim < self.count else None
+            while job is not None and claim < self.count and self.error is None:
+                job(claim)
+                claim = next(self.claims)
+        except BaseException as error:  # noqa: BLE001 (raised again by the thread that asked)
+            self.error = self.error or error
+        finally:
+            with self.changed:
+                self.working -= 1
+                self.changed.notify_all()
+
+    def wait(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.working == 0)
+        if self.error is not None:
+            raise self.error
+
+
+class Turns:
+    """Lets several workers do a part of their jobs in a fixed order, per lane."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next: dict[int, int] = {}
+        self._broken = False
+
+    def take(self, lane: int, turn: int, act: Callable[[], None]) -> None:
+        """Do `act` after all earlier turns of the lane. Their claimers must be at work already."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken or self._next.get(lane, 0) == turn)
+            if self._broken:
+                raise RuntimeError("an earlier part of this call has failed")
+        act()
+        with self._changed:
+            self._next[lane] = turn + 1
+            self._changed.notify_all()
+
+    def break_off(self) -> None:
+        """Wake all that wait: a job has failed and its turn will never come."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
+_crew: _Crew | None = None
+_crew_lock = threading.Lock()
+_fork_is_watched = False
+
+
+def spread(count: int, prepare: Callable[[], Job]) -> None:
+    """Do the jobs 0 .. count - 1, claimed in this order, on torch.get_num_threads() threads.
+
+    Each thread that takes part calls `prepare` once and then what it returned with each job that it
+    claims. Raises what the first failing job raised, after all threads have stopped.
+    """
+    jobs = _Jobs(count, prepare)
+    helpers = min(torch.get_num_threads(), count) - 1
+    if helpers > 0:
+        _the_crew().invite(helpers, jobs.work)
+    jobs.work()
+    jobs.wait()
+
+
+def _the_crew() -> _Crew:
+    global _crew, _fork_is_watched  # noqa: PLW0603 (threads belong to the process)
+    with _crew_lock:
+        if not _fork_is_watched:
+            os.register_at_fork(after_in_child=_forget)
+            _fork_is_watched = True
+        if _crew is None:
+            _crew = _Crew()
+        return _crew
+
+
+def _forget() -> None:
+    """After a fork: the parent's helpers and locks did not come along."""
+    global _crew, _crew_lock
+    _crew, _crew_lock = None, threading.Lock()
