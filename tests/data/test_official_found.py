@@ -12,7 +12,10 @@ import data.verify
 from data import unpacked
 from data.corpus import SPLITS, open_corpus
 from data.official import OFFICIAL
-from data.store import private_folder
+from data.record import Record, Source, stamp
+from data.scan import FRACTIONS
+from data.store import Store, private_folder
+from data.verify import examine
 from tests.data.helpers import as_somebody_else, content, names, zipped
 
 FORMS = {
@@ -143,6 +146,21 @@ def test_a_changed_archive_is_noticed_after_its_text_was_cut_otherwise(root, min
         with pytest.warns(UserWarning, match="NOT the standard text"):
             assert content(open_corpus("text8", root, allow_nonstandard=True)) == text
         open_corpus("file", root, path=root / "text8", fractions=(0.5, 0.3, 0.2))
+
+
+def test_a_source_that_the_writer_notes_during_our_reading_is_kept(root, tmp_path, monkeypatch):
+    text, store, plain = root / "text8", Store(root), data.verify.scan
+    text.write_bytes(bytes(100))
+    source = Source(stamp(text), "0" * 64)
+
+    def scan(path, cuts):
+        facts = plain(path, cuts)
+        store.save(Record(stamp(path), facts, source))
+        return facts
+
+    monkeypatch.setattr(data.verify, "scan", scan)
+    assert examine(text, FRACTIONS, store).source == source
+    assert store.load(text).source == source
 
 
 def test_an_archive_of_the_standard_text_may_change_once_it_is_unpacked(root, mini_enwik8):
