@@ -1,4 +1,8 @@
-"""What holds for every test: no network, no folder of the user's, few threads, fixed seeds."""
+"""What holds for every test: no network, no folder of the user's, few threads, fixed seeds.
+
+The environment is set while this file is imported, which pytest does before it imports any other
+conftest or test; child processes inherit it.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +18,32 @@ from typing import Any
 
 import hypothesis
 import pytest
+from jaxtyping import install_import_hook
 
+KEPT = Path(__file__).resolve().parent.parent / ".pytest_cache" / "longchar"
 # Of the surroundings; a test that wants one of these sets it for itself.
 LEFT_OUTSIDE = ("LONGCHAR_", "SLURM_", "WANDB_", "HYDRA_")
 LAUNCHERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 THREADS = "2"
-SCRATCH = pytest.StashKey[Path]()
+# Types are checked at run time, as in mypy an int may stand for a float.
+TYPES = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Set the environment before anything under test is imported; child processes inherit it."""
-    scratch = Path(tempfile.mkdtemp(prefix="longchar-tests-"))
-    config.stash[SCRATCH] = scratch
+def set_environment(scratch: Path) -> None:
+    """Let everything be written below `scratch`, or kept in the checkout's own cache."""
     for name in list(os.environ):
         if name.startswith(LEFT_OUTSIDE) or name in LAUNCHERS:
             del os.environ[name]
     # Compiled kernels outlive the session, inside the checkout: a file's name there is a hash of
     # all that made it, so an outdated one is never found. Everything else is made anew.
-    cache = scratch / "longchar"
-    cache.mkdir()
-    (cache / "kernels").symlink_to(config.cache.mkdir("kernels"))
-    os.environ["LONGCHAR_CACHE"] = str(cache)
+    for name in ("kernels", "matplotlib"):
+        (KEPT / name).mkdir(parents=True, exist_ok=True)
+    (scratch / "longchar").mkdir()
+    (scratch / "longchar" / "kernels").symlink_to(KEPT / "kernels")
+    os.environ["LONGCHAR_CACHE"] = str(scratch / "longchar")
     for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
         os.environ[f"XDG_{kind}_HOME"] = str(scratch / kind.lower())
-    os.environ["MPLCONFIGDIR"] = str(config.cache.mkdir("matplotlib"))  # its list of fonts
+    os.environ["MPLCONFIGDIR"] = str(KEPT / "matplotlib")  # its list of fonts
     os.environ["MPLBACKEND"] = "Agg"
     os.environ["WANDB_MODE"] = "disabled"
     # Reaches child processes, where `offline` below does not: nobody listens on this port.
@@ -45,6 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["no_proxy"] = "localhost,127.0.0.1,::1"
     os.environ.setdefault("OMP_NUM_THREADS", THREADS)
     os.environ.setdefault("TVM_NUM_THREADS", THREADS)
+
+
+SCRATCH = Path(tempfile.mkdtemp(prefix="longchar-tests-"))
+set_environment(SCRATCH)
+install_import_hook(["lm", "data", "kernels"], TYPES)
+
+
+def pytest_configure() -> None:
     hypothesis.settings.register_profile(
         "suite",
         deadline=None,
@@ -55,8 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("suite")
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[SCRATCH], ignore_errors=True)
+def pytest_unconfigure() -> None:
+    shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from jaxtyping import TypeCheckError
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("lm", "data", "kernels")
@@ -72,11 +72,9 @@ def test_every_module_says_what_it_is(path):
 def test_every_module_can_be_imported_and_does_nothing(module, capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
-    before = dict(os.environ)
     importlib.import_module(module)
     assert capfd.readouterr() == ("", "")
     assert not list(tmp_path.iterdir()), "importing wrote a file"
-    assert dict(os.environ) == before, "importing changed the environment"
 
 
 def test_file_names_of_tests_are_unique():
@@ -135,5 +133,16 @@ def test_what_runs_make_is_ignored_by_git():
     assert ignored.stdout.splitlines() == made
 
 
-def test_python_is_one_that_the_project_supports():
-    assert sys.version_info >= (3, 11)
+def test_types_are_checked_while_testing():
+    from lm.positions import sinusoidal_table
+
+    with pytest.raises(TypeCheckError):
+        sinusoidal_table("3", 4)  # type: ignore[arg-type]
+
+
+def test_the_network_is_out_of_reach():
+    with pytest.raises(OSError, match="tests have no network"):
+        socket.create_connection(("nowhere.invalid", 443), timeout=5)
+    with pytest.raises(ConnectionRefusedError, match="tests have no network"):
+        with socket.socket() as connection:
+            connection.connect(("192.0.2.1", 443))
