@@ -72,6 +72,12 @@ def requirement(block: str) -> str:
     return block.splitlines()[0].removesuffix("\\").strip()
 
 
+def write(path: Path, text: str) -> None:
+    """Leave a file that already says `text` as it is, so that make has nothing to rebuild."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
 def main() -> None:
     """Resolve, then write all files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -79,16 +85,16 @@ def main() -> None:
     upgrade = parser.parse_args().upgrade
 
     locked = resolve(("dev",), (TORCH,), upgrade)
-    LOCK.write_text(LOCK_HEADER + "\n".join(locked) + "\n")
+    write(LOCK, LOCK_HEADER + "\n".join(locked) + "\n")
     for extra in EXTRAS:
         added = [b for b in resolve(("dev", extra), (TORCH, LOCK), upgrade) if b not in locked]
         header = EXTRA_HEADER.format(extra=extra)
-        LOCK.with_name(f"{extra}.txt").write_text(header + "\n".join(added) + "\n")
+        write(LOCK.with_name(f"{extra}.txt"), header + "\n".join(added) + "\n")
 
     torch = [line for line in TORCH.read_text().splitlines() if not line.startswith("#")]
     pins = torch + [requirement(block) for block in locked]
     lines = "".join(f"      - {pin}\n" for pin in pins)
-    (ROOT / "environment.yml").write_text(CONDA_HEADER + lines)
+    write(ROOT / "environment.yml", CONDA_HEADER + lines)
 
 
 if __name__ == "__main__":
