@@ -33,8 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from constriction.stream.model import Categorical
-from constriction.stream.queue import RangeDecoder, RangeEncoder
+from constriction import stream as coding
 from jaxtyping import Float32
 from rich.console import Console
 from rich.progress import track
@@ -99,7 +98,7 @@ def compress(model: LanguageModel, data: bytes, setting: str, *, watch: bool = F
         setting: what has to be the same for decompression, in words.
         watch: show a progress bar, where there is a terminal.
     """
-    encoder, predictor, before = RangeEncoder(), Predictor(model), None
+    encoder, predictor, before = coding.queue.RangeEncoder(), Predictor(model), None
     for byte in _watched(data, len(data), watch):
         encoder.encode(byte, _distribution(predictor.after(before)))
         before = byte
@@ -131,17 +130,25 @@ def decompress(
             "rounding may differ; use the same backend=, trainer.precision=, trainer.threads= "
             "and trainer.accelerator="
         )
-    decoder, predictor = RangeDecoder(coded), Predictor(model)
+    decoder, predictor = coding.queue.RangeDecoder(coded), Predictor(model)
     data, before = bytearray(), None
     for _ in _watched(range(header.length), header.length, watch):
-        before = int(decoder.decode(_distribution(predictor.after(before))))
+        distribution = _distribution(predictor.after(before))
+        try:
+            before = int(decoder.decode(distribution))
+        except AssertionError as error:  # what the coder raises for words that nothing encodes to
+            raise _garbled(name) from error
         data.append(before)
     if hashlib.sha256(data).digest() != header.content:
-        raise CompressError(
-            f"{name}: what comes out is not what went in, though file and model are the right "
-            "ones: this machine or version of torch rounds differently from where it was made"
-        )
+        raise _garbled(name)
     return bytes(data)
+
+
+def _garbled(name: str) -> CompressError:
+    return CompressError(
+        f"{name}: what comes out is not what went in, though file and model are the right "
+        "ones: this machine or version of torch rounds differently from where it was made"
+    )
 
 
 def read_header(blob: bytes, name: str) -> tuple[Header, np.ndarray]:
@@ -219,7 +226,7 @@ def _distribution(probabilities: Float32[np.ndarray, " 256"]) -> Any:
     if not np.isfinite(probabilities).all():
         raise CompressError("the model's probabilities are not finite; its weights are damaged")
     # Every symbol gets at least 2^-24, so any byte can be coded.
-    return Categorical(probabilities, lazy=True)
+    return coding.model.Categorical(probabilities, lazy=True)
 
 
 def _watched(items: Iterable[int], total: int, watch: bool) -> Iterable[int]:
