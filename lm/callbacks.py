@@ -1,11 +1,12 @@
-"""What happens between two optimiser steps: validation and numbers (see progress, saving too)."""
+"""What happens between two optimiser steps: validation and numbers, then saving (lm.saving)."""
 
 from __future__ import annotations
 
+import math
 import resource
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pytorch_lightning as pl
@@ -14,34 +15,48 @@ import torch
 from lm.evaluate import stream
 from lm.metrics import summed
 from lm.module import TrainingModule
+from lm.nonfinite import NonFiniteError
 
 
-class StepCallback(pl.Callback):
-    """A callback whose `on_step` runs after each complete optimiser step, on every process.
-
-    If a run was stopped between a step and the end of its callbacks, they run when it goes on.
-    """
+@runtime_checkable
+class StepPart(Protocol):
+    """A part of the work between two steps; it runs on every process."""
 
     def on_step(self, trainer: pl.Trainer, module: TrainingModule) -> None:
         """React to step number `module.step`."""
-        raise NotImplementedError
+
+
+class Border(pl.Callback):
+    """Does what follows each complete optimiser step: all parts in order, the last one saves.
+
+    If a run was stopped between a step and the end of this work, it is done when the run goes on.
+    """
+
+    def __init__(self, parts: Sequence[StepPart]) -> None:
+        self.parts = parts
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Pass on the ends of steps, not those of micro-batches inside a step."""
+        """Work at the ends of steps, not at those of micro-batches inside a step."""
         assert isinstance(pl_module, TrainingModule)
         if pl_module.between_steps:
-            self.on_step(trainer, pl_module)
+            self._work(trainer, pl_module)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make up for what the stopped run did not get to."""
         assert isinstance(pl_module, TrainingModule)
         if pl_module.border_pending:
-            self.on_step(trainer, pl_module)
+            pl_module.stop.hold()
+            self._work(trainer, pl_module)
+
+    def _work(self, trainer: pl.Trainer, module: TrainingModule) -> None:
+        for part in self.parts:
+            part.on_step(trainer, module)
+        module.stop.release()
 
 
-class Validation(StepCallback):
+class Validation:
     """Every so many steps, and at the last: protocol `stream` on the head of the valid split."""
 
     def __init__(self, text: np.ndarray, every: int) -> None:
@@ -49,12 +64,16 @@ class Validation(StepCallback):
         self.every = every
 
     def on_step(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Validate, if it is time to."""
+        """Validate, if it is time to.
+
+        Raises:
+            NonFiniteError: if the result is not finite: then the weights are of no use.
+        """
         module.validation = None
         if module.step % self.every and module.step != module.stage.steps:
             return
         module.eval()
-        with torch.inference_mode():
+        with module.stop.let_through(), torch.inference_mode():
             part = stream(
                 module.model,
                 self.text,
@@ -63,10 +82,16 @@ class Validation(StepCallback):
                 world=trainer.world_size,
             )
         module.train()
-        module.validation = summed(part)
+        result = summed(part)
+        if not math.isfinite(result.nats):
+            raise NonFiniteError(
+                f"step {module.step} of stage {module.stage.number}: the validation's result is "
+                "not finite"
+            )
+        module.validation = result
 
 
-class Metrics(StepCallback):
+class Metrics(pl.Callback):
     """Hands the numbers of every `every`-th step to the loggers, and to `show`.
 
     Args:
@@ -109,7 +134,7 @@ class Metrics(StepCallback):
         if trainer.is_global_zero:
             self.show(module.step, report)
         self.seconds, self.steps = 0.0, 0
-        module.train_score = type(module.train_score)(0.0, 0)
+        module.reported = True
 
     def _report(self, trainer: pl.Trainer, module: TrainingModule) -> dict[str, Any]:
         per_step = module.stage.batch * module.stage.sequence

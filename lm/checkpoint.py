@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lm.config import UserError
+from lm.errors import UserError
 from lm.files import replacing
 from lm.model import LanguageModel, ModelConfig, bands
 from lm.schedule import Stage
@@ -58,8 +58,12 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message names the file."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint of which a part is missing or has changed."""
+
+
 def save_checkpoint(path: Path, content: Mapping[str, Any], keep: Path | None = None) -> None:
-    """Write `content` (all keys of the layout but format and digest) to `path`, or raise OSError.
+    """Write `content`, all keys of the layout but format and digest; or raise WriteError.
 
     With `keep`, the checkpoint that was at `path` is kept under that name.
     """
@@ -73,14 +77,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read and verify a checkpoint; tensors land on the CPU.
 
     Raises:
-        CheckpointError: if the file is missing, truncated, damaged, not a checkpoint of this
-            project, or of another format.
+        DamagedError: if the file is truncated, changed, or no checkpoint at all.
+        CheckpointError: if it is missing, not of this project, or of another format.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such checkpoint file")
     damaged = f"{path}: truncated, damaged or not a checkpoint"
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{damaged} (no zip archive); use an earlier one")
+        raise DamagedError(f"{damaged} (no zip archive){_advice(path)}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (
@@ -96,7 +100,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         IndexError,
     ) as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise CheckpointError(f"{damaged} ({reason}); use an earlier one") from error
+        raise DamagedError(f"{damaged} ({reason}){_advice(path)}") from error
     if not isinstance(content, dict) or "format" not in content:
         raise CheckpointError(f"{path}: not a checkpoint of this project (no format version)")
     if content["format"] != FORMAT:
@@ -107,8 +111,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not a whole checkpoint, it lacks {', '.join(missing)}")
     digest = content.pop("digest")
     if digest != _digest(content):
-        raise CheckpointError(f"{path}: damaged, its sha256 does not match; use an earlier one")
+        raise DamagedError(f"{path}: damaged, its sha256 does not match{_advice(path)}")
     return cast(dict[str, Any], content)
+
+
+def _advice(path: Path) -> str:
+    before = path.with_name("previous.ckpt")
+    return f"; {before} is the one before it" if before != path and before.exists() else ""
 
 
 def stage_of(checkpoint: Mapping[str, Any]) -> Stage:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -22,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.corpus import DataError
 from kernels import BackendError
-from lm.config import UserError, to_config
+from lm.config import ConfigError, UserError, to_config
 
 CONF = Path(__file__).parent.parent / "conf"
 USER_ERRORS = (UserError, DataError, BackendError)
@@ -48,13 +50,29 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
             # Hydra then raises its errors instead of printing them over many lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             try:
+                refuse_options(sys.argv[1:], schema)
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
+            except ConfigError as error:
+                sys.exit(f"error: {error}")
             except (HydraException, OmegaConfBaseException) as error:
                 sys.exit(f"error: {explain(error, schema)}")
+            except KeyboardInterrupt:
+                sys.exit(128 + signal.SIGINT)
 
         return run
 
     return wrap
+
+
+def refuse_options(arguments: Sequence[str], schema: type) -> None:
+    """Raise ConfigError for an option that Hydra does not have, as other programs might."""
+    _, unknown = get_args_parser().parse_known_args(arguments)
+    for option in unknown:
+        name = option.lstrip("-").partition("=")[0].replace("-", "_")
+        hint = nearest_key(name, schema)
+        raise ConfigError(
+            f"{option}: unknown option; values are given as key=value, without dashes; {hint}"
+        )
 
 
 def explain(error: Exception, schema: type) -> str:

@@ -8,28 +8,57 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from lm.errors import WriteError
+
+UNFINISHED = ".unfinished"
+
 
 @contextmanager
 def replacing(path: Path, keep: Path | None = None) -> Iterator[BinaryIO]:
     """A binary file that takes the name `path` only once all of it is on the disk.
 
     Whatever happens before that (an exception, a full disk, a killed process) leaves the old file
-    as it was. A write that fails raises OSError; its unfinished file is removed. With `keep`, the
-    old file is not lost but takes that name.
+    as it was; an unfinished one is removed, here or by `remove_unfinished`. With `keep`, the old
+    file is not lost but takes that name.
+
+    Raises:
+        WriteError: if the system refuses to make, write, flush or rename the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if keep is not None and path.exists():
+                path.replace(keep)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        flush_folder(path.parent)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn the system's refusal into one line that names the file."""
     try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if keep is not None and path.exists():
-            path.replace(keep)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    flush_folder(path.parent)
+        yield
+    except Exception as error:
+        refusal = system_error(error)
+        if refusal is None:
+            raise
+        raise WriteError(f"{path}: cannot be written ({refusal.strerror or refusal})") from error
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """The OSError behind an exception: itself, or what it was raised from or while handling."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def flush_folder(folder: Path) -> None:
@@ -45,3 +74,18 @@ def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` as UTF-8."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append `text` as UTF-8, flushed to the disk."""
+    with explained(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes left of files that they were writing into `folder`."""
+    for path in folder.glob(f".*{UNFINISHED}"):
+        with explained(path):
+            path.unlink(missing_ok=True)

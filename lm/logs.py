@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import os
+import secrets
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +17,7 @@ from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities import rank_zero_only
 
 from lm.config import ConfigError, LoggerConfig
-from lm.files import write_text
+from lm.files import append_text, write_text
 
 COLUMNS = (
     "step",
@@ -30,6 +33,7 @@ COLUMNS = (
     "memory_gb",
     "seconds",
 )
+MEASURED = COLUMNS[-4:]
 
 
 class MetricsFile(Logger):
@@ -71,11 +75,8 @@ class MetricsFile(Logger):
         row = {"step": step, **metrics}
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writerow({key: _cell(row[key]) for key in COLUMNS if key in row})
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
+        writer.writerow({key: _cell(key, row[key]) for key in COLUMNS if key in row})
+        append_text(self.path, text.getvalue())
 
     def _begin(self) -> None:
         """Write the header, or keep what lies before the step at which the run goes on."""
@@ -91,8 +92,9 @@ class MetricsFile(Logger):
         self._ready = True
 
 
-def _cell(value: object) -> str:
-    return f"{value:.7g}" if isinstance(value, float) else str(value)
+def _cell(key: str, value: object) -> str:
+    """Timings are rounded; what a resumed run has to repeat is written to the last bit."""
+    return f"{value:.7g}" if isinstance(value, float) and key in MEASURED else str(value)
 
 
 def build_loggers(
@@ -104,42 +106,67 @@ def build_loggers(
     first_step: int,
     settings: Mapping[str, Any],
 ) -> list[Logger]:
-    """metrics.csv, and what `logger.name` adds.
-
-    Weights & Biases never asks for a login: without one it writes offline into the run's folder
-    (`wandb sync` uploads it later). A stage continues its own W&B run, whose id is its name.
-    """
+    """metrics.csv, and what `logger.name` adds."""
     loggers: list[Logger] = [MetricsFile(folder / "metrics.csv", first_step)]
     if config.name == "wandb":
-        from pytorch_lightning.loggers import WandbLogger
-
-        logged_in = bool(os.environ.get("WANDB_API_KEY")) or _has_netrc_login()
-        loggers.append(
-            WandbLogger(
-                project=config.project,
-                name=f"{run}/stage{stage}",
-                id=f"{run}-stage{stage}",
-                group=run,
-                save_dir=folder,
-                offline=not logged_in,
-                resume="allow",
-                config=dict(settings),
-            )
-        )
+        loggers.append(_wandb_logger(config, folder, run, stage, settings))
     if config.name == "tensorboard":
-        try:
-            import tensorboard  # noqa: F401
-        except ImportError:
-            raise ConfigError(
-                "logger=tensorboard: the package tensorboard is not installed; pip install it, "
-                "or use logger=csv"
-            ) from None
-        from pytorch_lightning.loggers import TensorBoardLogger
-
-        loggers.append(TensorBoardLogger(folder, name="tensorboard", version=""))
+        loggers.append(_tensorboard_logger(folder))
     return loggers
 
 
+def close_loggers() -> None:
+    """End a finished stage's W&B run, so that the next stage gets its own."""
+    if (wandb := sys.modules.get("wandb")) and wandb.run is not None:
+        wandb.finish()
+
+
+def _wandb_logger(
+    config: LoggerConfig, folder: Path, run: str, stage: int, settings: Mapping[str, Any]
+) -> Logger:
+    """Weights & Biases never asks for a login: without one it writes offline into the folder.
+
+    (`wandb sync` uploads it later.) A stage that goes on continues its own W&B run, whose id is
+    kept in the stage's folder.
+    """
+    from pytorch_lightning.loggers import WandbLogger
+
+    logged_in = bool(os.environ.get("WANDB_API_KEY")) or _has_netrc_login()
+    return WandbLogger(
+        project=config.project,
+        name=f"{run}/stage{stage}",
+        id=_wandb_id(folder / "wandb_id.txt"),
+        group=run,
+        save_dir=folder,
+        offline=not logged_in and "WANDB_MODE" not in os.environ,
+        resume="allow",
+        config=dict(settings),
+    )
+
+
+@rank_zero_only
+def _wandb_id(path: Path) -> str:
+    """A random name, the same for as long as the stage's folder exists."""
+    if not path.exists():
+        write_text(path, secrets.token_hex(6) + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
 def _has_netrc_login() -> bool:
-    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # noqa: PTH111
     return netrc.is_file() and "api.wandb.ai" in netrc.read_text(errors="replace")
+
+
+def _tensorboard_logger(folder: Path) -> Logger:
+    from pytorch_lightning.loggers import TensorBoardLogger
+
+    return TensorBoardLogger(folder, name="tensorboard", version="")
+
+
+def check_logger(config: LoggerConfig) -> None:
+    """Raise ConfigError if a package that the logger needs is missing."""
+    if config.name in ("wandb", "tensorboard") and importlib.util.find_spec(config.name) is None:
+        raise ConfigError(
+            f"logger={config.name}: the package {config.name} is not installed; pip install it, "
+            "or use logger=csv"
+        )

@@ -14,15 +14,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from data.batches import read_batch
-from lm.config import OptimConfig, UserError
-from lm.metrics import Score
+from lm.config import OptimConfig
+from lm.metrics import Score, summed_tensor
 from lm.model import LanguageModel
+from lm.nonfinite import NonFiniteError, first_gradient, first_output
 from lm.optim import build_optimizer, set_learning_rate
 from lm.schedule import Stage
-
-
-class NonFiniteError(UserError):
-    """Too many steps in a row had a non-finite loss or gradient."""
+from lm.stopping import Stop
 
 
 class Crops(IterableDataset[Tensor]):
@@ -73,13 +71,18 @@ class Crops(IterableDataset[Tensor]):
 class TrainingModule(pl.LightningModule):
     """Trains a `LanguageModel` through one stage.
 
+    A step has three parts. While losses and gradients are computed, nothing changes that a
+    checkpoint holds. Then the update and the *border* after it (validation, numbers, saving: see
+    the callbacks) happen behind `stop.hold()`; the last callback calls `finish_border`.
+
     Attributes:
         step: optimiser steps of the stage that are done, also across resumes; the learning rate,
             the data and the random numbers of a step are functions of it.
         updating: weights or counters are being changed: the state is not to be saved now.
         train_score: losses since they were last reported, of all processes.
+        reported: they have been reported in this border.
         validation: result of a validation at this very step, else None.
-        border_pending: the step is done, but not all that happens after it (see callbacks).
+        border_pending: the step is done, but not all that happens after it.
         bad_steps, bad_in_a_row: steps dropped because a number was not finite.
     """
 
@@ -92,6 +95,7 @@ class TrainingModule(pl.LightningModule):
         *,
         seed: int,
         micro_batch: int,
+        stop: Stop | None = None,
         resume: Mapping[str, Any] | None = None,
         optimizer_state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -102,6 +106,7 @@ class TrainingModule(pl.LightningModule):
         self.text = text
         self.seed = seed
         self.micro_batch = micro_batch
+        self.stop = stop or Stop()
         self.scaler_state = resume["scaler"] if resume else None
         self.optimizer_state = optimizer_state
         self.step: int = resume["step"] if resume else 0
@@ -110,11 +115,13 @@ class TrainingModule(pl.LightningModule):
         self.bad_in_a_row: int = counters.get("bad_in_a_row", 0)
         self.train_score = Score(counters.get("nats", 0.0), counters.get("count", 0))
         self.grad_norm: float = counters.get("grad_norm", float("nan"))
-        self.validation: Score | None = None
         self.border_pending = bool(counters.get("border_pending", False))
+        self.reported = False
+        self.validation: Score | None = None
         self.updating = False
         self._micro = 0
         self._step_nats = torch.zeros((), dtype=torch.float64)
+        self._tokens: Tensor | None = None
 
     @property
     def between_steps(self) -> bool:
@@ -131,6 +138,18 @@ class TrainingModule(pl.LightningModule):
             "nats": self.train_score.nats,
             "count": self.train_score.count,
         }
+
+    def finish_border(self) -> None:
+        """Note that all that follows a step has been done."""
+        self.border_pending = False
+        if self.reported:
+            self.train_score = Score()
+        self.reported = False
+
+    def setup(self, stage: str) -> None:
+        """Restore the fp16 scaler, which Lightning's precision plugin owns."""
+        if self.scaler_state:
+            self.trainer.precision_plugin.load_state_dict(self.scaler_state)
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW, with the state that the run begins from, if there is one."""
@@ -153,15 +172,11 @@ class TrainingModule(pl.LightningModule):
         )
         return DataLoader(crops, batch_size=None)
 
-    def on_train_start(self) -> None:
-        """Restore the fp16 scaler, which Lightning's precision plugin owns."""
-        if self.scaler_state:
-            self.trainer.precision_plugin.load_state_dict(self.scaler_state)
-
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         """Mean loss, in nats per character, of one micro-batch."""
+        self.stop.check()
         self._reseed()
-        tokens = batch.int()
+        self._tokens = tokens = batch.int()
         logits = self.model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().long())
         self._step_nats += loss.detach().double().cpu() * tokens[:, 1:].numel()
@@ -184,40 +199,35 @@ class TrainingModule(pl.LightningModule):
         A dropped step keeps its place in the data and in the learning-rate schedule: without
         gradients AdamW changes nothing, neither weights nor its own state.
         """
-        limit = self.optim.clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        nats = self._sum_over_processes(self._step_nats)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        nats = summed_tensor(self._step_nats)
+        finite = bool(torch.isfinite(norm) and torch.isfinite(nats))
+        if not finite and self.bad_in_a_row + 1 >= self.optim.max_bad_steps:
+            raise NonFiniteError(self._non_finite())
+        if finite and self.optim.clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.clip, norm)
+        self.stop.hold()
         self.updating = True
         self.grad_norm = float(norm)
-        if torch.isfinite(norm) and torch.isfinite(nats):
+        if finite:
             self.bad_in_a_row = 0
-            characters = self.stage.batch * self.stage.sequence
-            self.train_score += Score(float(nats), characters)
-            return
-        worst = self._non_finite_parameter()
-        self.bad_steps += 1
-        self.bad_in_a_row += 1
-        optimizer.zero_grad(set_to_none=True)
-        if self.bad_in_a_row >= self.optim.max_bad_steps:
-            self.updating = False
-            raise NonFiniteError(
-                f"step {self.step} of stage {self.stage.number}: loss or gradient not finite in "
-                f"{self.bad_in_a_row} steps in a row, first in {worst}; lower the learning rate "
-                "or use trainer.precision=32-true, and start again from the last checkpoint"
-            )
+            self.train_score += Score(float(nats), self.stage.batch * self.stage.sequence)
+        else:
+            self.bad_steps += 1
+            self.bad_in_a_row += 1
+            optimizer.zero_grad(set_to_none=True)
 
-    def _sum_over_processes(self, nats: Tensor) -> Tensor:
-        if self.trainer.world_size == 1:
-            return nats
-        total = nats.to(self.device)
-        torch.distributed.all_reduce(total)
-        return total.cpu()
-
-    def _non_finite_parameter(self) -> str:
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                return name
-        return "the loss"
+    def _non_finite(self) -> str:
+        """What is not finite, and in which layer it begins, as far as this process can tell."""
+        assert self._tokens is not None
+        with self.trainer.precision_plugin.forward_context():
+            place = first_output(self.model, self._tokens[:, :-1])
+        place = place or first_gradient(self.model) or "a loss of another micro-batch"
+        return (
+            f"step {self.step + 1} of stage {self.stage.number}: loss or gradient not finite, "
+            f"{self.bad_in_a_row + 1} steps in a row; it begins in {place}"
+        )
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """One step at the learning rate of its place in the stage."""

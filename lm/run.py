@@ -12,56 +12,94 @@ A run's folder::
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
+import torch
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
-from pytorch_lightning.utilities import rank_zero_only
 
 from data.corpus import Corpus, check_length, open_corpus
 from kernels import describe_choice
-from lm.callbacks import Metrics, Validation
-from lm.checkpoint import load_weights
-from lm.config import Config, ConfigError, UserError, check_train, data_root, schedule_of
-from lm.device import Device, choose_device, write_environment
-from lm.files import write_text
-from lm.logs import build_loggers
-from lm.model import LanguageModel, bands, flops_per_character, parameters
+from lm.announce import announce
+from lm.check import check_train, schedule_of
+from lm.checkpoint import load_checkpoint, load_weights
+from lm.config import Config, ConfigError, UserError, data_root
+from lm.device import Device, choose_device
+from lm.files import explained
+from lm.fit import fit
+from lm.logs import check_logger
+from lm.model import LanguageModel, bands
 from lm.module import TrainingModule
-from lm.progress import ProgressLine, say
-from lm.saving import Checkpoints, Signals, Stopped
+from lm.processes import Seat, Team, joined
+from lm.progress import say
 from lm.schedule import Stage
-from lm.start import Start, data_record, plan_start, run_folder, stage_folder
+from lm.start import Start, plan_start, prepare_folder, run_folder, stage_folder
+from lm.stopping import Signals, Stop, Stopped
 
 
-def train(config: Config) -> None:
+def train(config: Config, seat: Seat | None = None) -> None:
     """Train the stage that `config.stage` names, or all in order.
 
     A stage that was begun goes on from its last checkpoint; a finished one is left as it is.
 
+    Args:
+        config: the run.
+        seat: of this process, if another process of the run has started it.
+
     Raises:
         UserError, DataError, BackendError: before any training, if something does not fit.
+        SystemExit: after a signal, with a status that is not zero.
     """
+    signals = Signals(Stop())
+    try:
+        with signals:
+            train_stages(config, signals, seat)
+    except Exception:
+        if signals.noted is not None:  # the first process has ended, as the signal asked for
+            sys.exit(signals.noted.code)
+        raise
+    except Stopped as stopped:
+        say(f"stopped by {stopped}; {how_to_go_on(config)}", file=sys.stderr)
+        signals.requeue(stopped)
+        sys.exit(stopped.code)
+
+
+def how_to_go_on(config: Config) -> str:
+    """What a stopped run needs to go on."""
+    if config.throwaway:
+        return "a trial run begins anew each time"
+    changed = " without overwrite=true" if config.overwrite else ""
+    return f"the same command{changed} goes on from the last step"
+
+
+def train_stages(config: Config, signals: Signals, seat: Seat | None) -> None:
+    """Check everything, then train."""
     check_train(config)
+    check_logger(config.logger)
     schedule = schedule_of(config)
     chosen = list(schedule.stages) if config.stage == "all" else [schedule[int(config.stage)]]
     device = choose_device(config.trainer)
-    micro = [micro_batch(config, stage) for stage in chosen]
+    if config.model.backend != "auto":
+        head_width = config.model.width // config.model.heads
+        describe_choice(config.model.backend, dim=head_width, device=device.kind)
+    sequences = [micro_batch(config, stage) for stage in chosen]
     corpus = open_data(config)
     for stage in chosen:
         check_length(corpus.splits["train"], stage.sequence, f"stage {stage.number}")
     check_length(corpus.splits["valid"], 1, "validation")
-    with locked(run_folder(config)):
+    if not run_folder(config).exists():
+        plan_start(config, chosen[0], corpus, config.init_from)
+    with (
+        joined(config, device.kind, signals, seat) as team,
+        locked(run_folder(config), team),
+    ):
         say("\n".join(corpus.describe()))
-        for stage, sequences in zip(chosen, micro, strict=True):
-            train_stage(config, stage, corpus, device, sequences)
+        for stage, together in zip(chosen, sequences, strict=True):
+            train_stage(config, stage, corpus, device, team, signals, together)
 
 
 def open_data(config: Config) -> Corpus:
@@ -107,19 +145,22 @@ def micro_batch(config: Config, stage: Stage) -> int:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, team: Team) -> Iterator[None]:
     """Keep a second run out of `folder`; the first process alone holds the lock."""
-    if rank_zero_only.rank != 0:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"{folder}: another run is using this folder; wait for it, or choose another name="
-        ) from None
+
+    def acquire() -> None:
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise UserError(
+                    f"{folder}: another run is using this folder; wait for it, or choose "
+                    "another name="
+                ) from None
+
+    team.decide(acquire)
     try:
         yield
     finally:
@@ -127,24 +168,35 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def train_stage(
-    config: Config, stage: Stage, corpus: Corpus, device: Device, sequences: int
+    config: Config,
+    stage: Stage,
+    corpus: Corpus,
+    device: Device,
+    team: Team,
+    signals: Signals,
+    micro_batch: int,
 ) -> None:
     """Train one stage to its end, or say that it is finished."""
     folder = stage_folder(config, stage.number)
-    if rank_zero_only.rank == 0 and folder.exists() and (config.overwrite or config.throwaway):
-        shutil.rmtree(folder)
-    start = plan_start(config, stage, corpus, folder)
-    if start.resume is not None and start.resume["step"] >= stage.steps:
-        say(
-            f"stage {stage.number} is finished: {folder} holds step {start.resume['step']} of "
-            f"{stage.steps}, best BPC {start.resume['bpc']:.4f}; overwrite=true starts it again"
-        )
+    # Of all stages, only the first begins from what the command names.
+    init_from = "" if config.stage == "all" and stage.number > 1 else config.init_from
+
+    def plan() -> dict[str, Any]:
+        start = plan_start(config, stage, corpus, init_from)
+        prepare_folder(config, stage, start)
+        return asdict(start)
+
+    start = Start(**team.decide(plan))
+    if start.kind == "finished":
+        say(f"stage {stage.number} is finished: {start.said}; overwrite=true starts it again")
         return
-    pl.seed_everything(config.seed, verbose=False)
+    source = load_checkpoint(Path(start.path)) if start.path else None
+    resume = source if start.kind == "resume" else None
+    torch.manual_seed(config.seed)
     model = LanguageModel(
         config.model, bands(stage), gradient_checkpointing=config.trainer.gradient_checkpointing
     )
-    if source := start.resume or start.weights:
+    if source is not None:
         load_weights(model, source)
     module = TrainingModule(
         model,
@@ -152,22 +204,25 @@ def train_stage(
         config.optim,
         corpus.splits["train"].read(),
         seed=config.seed,
-        micro_batch=sequences,
-        resume=start.resume,
-        optimizer_state=optimizer_state(config, start),
+        micro_batch=micro_batch,
+        stop=signals.stop,
+        resume=resume,
+        optimizer_state=optimizer_state(config, source, resume is not None),
     )
-    announce(config, stage, device, sequences, start)
-    fit(config, stage, corpus, device, module, folder, start)
+    announce(config, stage, device, micro_batch, start.said)
+    best = resume["bpc"] if resume else None
+    fit(config, corpus, device, team, signals, module, folder, best)
 
 
-def optimizer_state(config: Config, start: Start) -> dict[str, Any] | None:
+def optimizer_state(
+    config: Config, source: Mapping[str, Any] | None, resume: bool
+) -> dict[str, Any] | None:
     """AdamW's state to begin with: of a resume, or handed over if `optim.fresh` is false.
 
     Raises:
         UserError: if it should be handed over, and the checkpoint has none.
     """
-    source = start.resume or (None if config.optim.fresh else start.weights)
-    if source is None:
+    if source is None or (config.optim.fresh and not resume):
         return None
     if source["optimizer"] is None:
         raise UserError(
@@ -175,120 +230,3 @@ def optimizer_state(config: Config, start: Start) -> dict[str, Any] | None:
             "stage before with optim.fresh=false too, or begin with optim.fresh=true"
         )
     return dict(source["optimizer"])
-
-
-def announce(config: Config, stage: Stage, device: Device, sequences: int, start: Start) -> None:
-    """Say what is about to run, and what it will cost."""
-    world = config.trainer.devices * config.trainer.nodes
-    flops = step_flops(config, stage)
-    attention = describe_choice(
-        config.model.backend, dim=config.model.width // config.model.heads, device=device.kind
-    )
-    lines = [
-        f"stage {stage.number}: {stage.steps:,} steps {start.said}",
-        f"  model: {parameters(config.model):,} parameters, {config.model.layers} layers, "
-        f"{config.model.heads} heads, width {config.model.width}",
-        f"  sequence {stage.sequence:,}, batch {stage.batch} = {world} x {sequences} x "
-        f"{stage.batch // (world * sequences)} accumulated; "
-        f"{stage.batch * stage.sequence:,} characters a step",
-        f"  learning rate {stage.lr:g} after {stage.warmup:,} steps of warm-up",
-        f"  device: {device.name}, {device.precision}, {device.peak / 1e9:,.0f} GFLOP/s measured",
-        f"  {attention}",
-        f"  {flops:.3g} FLOP a step; at 40% of the peak about "
-        f"{stage.steps * flops / (0.4 * device.peak * world) / 3600:.2g} hours",
-    ]
-    lines += [f"  layer {n}: {text}" for n, text in band_lines(stage)]
-    say("\n".join(lines))
-
-
-def band_lines(stage: Stage) -> Iterator[tuple[str, str]]:
-    """Windows and strides, equal neighbours together."""
-    rows = [
-        f"window {w}" + ("" if max(s) == 1 else f", strides {' '.join(map(str, s))}")
-        for w, s in zip(stage.windows, stage.strides, strict=True)
-    ]
-    first = 0
-    for index in range(1, len(rows) + 1):
-        if index == len(rows) or rows[index] != rows[first]:
-            yield (f"{first}" if first == index - 1 else f"{first}-{index - 1}"), rows[first]
-            first = index
-
-
-def step_flops(config: Config, stage: Stage) -> float:
-    """Of one optimiser step, recomputation not counted."""
-    return 3 * flops_per_character(config.model, stage) * stage.batch * stage.sequence
-
-
-def fit(
-    config: Config,
-    stage: Stage,
-    corpus: Corpus,
-    device: Device,
-    module: TrainingModule,
-    folder: Path,
-    start: Start,
-) -> None:
-    """Run Lightning's trainer over the steps that are left."""
-    trainer_config, first = config.trainer, module.step
-    world = trainer_config.devices * trainer_config.nodes
-    valid = corpus.splits["valid"].read()
-    if config.validation.characters:
-        valid = valid[: config.validation.characters + 1]
-    if rank_zero_only.rank == 0:
-        write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-        write_environment(folder / "environment.json", device)
-    progress = ProgressLine(f"stage {stage.number}", first, stage.steps)
-    origin = {"config": dataclasses.asdict(config), "data": data_record(corpus)}
-    callbacks = [
-        Validation(valid, config.validation.every),
-        Metrics(
-            trainer_config.log_every,
-            peak=device.peak,
-            flops=step_flops(config, stage),
-            show=progress.show,
-        ),
-        progress,
-        Checkpoints(
-            folder,
-            trainer_config.save_every,
-            origin,
-            start.resume["bpc"] if start.resume else None,
-        ),
-        Signals(),
-    ]
-    trainer = pl.Trainer(
-        accelerator=device.kind,
-        devices=trainer_config.devices,
-        num_nodes=trainer_config.nodes,
-        strategy="ddp" if world > 1 else "auto",
-        precision=device.precision,  # type: ignore[arg-type]
-        max_steps=stage.steps - first,
-        max_epochs=-1,
-        accumulate_grad_batches=stage.batch // (world * module.micro_batch),
-        callbacks=callbacks,
-        logger=build_loggers(
-            config.logger,
-            folder,
-            run=config.name,
-            stage=stage.number,
-            first_step=first - module.border_pending,
-            settings=origin["config"],
-        ),
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        deterministic=trainer_config.deterministic,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-    )
-    try:
-        trainer.fit(module)
-    except Stopped as stop:
-        say(
-            f"stopped by {stop} at step {module.step} of stage {stage.number}; the same command "
-            "goes on from there",
-            file=sys.stderr,
-        )
-        sys.exit(128 + stop.number)

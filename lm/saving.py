@@ -1,28 +1,34 @@
-"""When a run's state is saved, and how a signal ends it without losing a step."""
+"""When a run's state is saved: in its course, and however it ends."""
 
 from __future__ import annotations
 
 import json
-import signal
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
 
-from lm.callbacks import StepCallback
 from lm.checkpoint import save_checkpoint
+from lm.errors import ConfigError, WriteError
 from lm.files import write_text
+from lm.model import ModelConfig, parameters
 from lm.module import TrainingModule
+from lm.nonfinite import refuse_weights
+from lm.schedule import Stage
+
+# Bytes per parameter: weights and AdamW's two moments, in float32.
+BEST, LAST = 4, 12
 
 
-class Checkpoints(StepCallback):
+class Checkpoints(pl.Callback):
     """Keeps last.ckpt (and the one before it) for a resume, and best.ckpt for what builds on it.
 
-    They are written every `every` steps, after each validation, and at the last step; on the
-    first process only, and always whole (see `lm.files`). It has to be the last of the callbacks.
+    They are written every `every` steps, after each validation, at the last step, and at the last
+    step border when something ends the run; on the first process only, and always whole (see
+    `lm.files`). It is the last part of a border's work.
 
     Args:
         folder: of the stage.
@@ -38,35 +44,38 @@ class Checkpoints(StepCallback):
         self.every = every
         self.origin = origin
         self.best = best
+        self.saved: tuple[int, bool] | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on there is something to save."""
+        assert isinstance(pl_module, TrainingModule)
+        self.saved = (pl_module.step, pl_module.border_pending)
+        pl_module.stop.save = lambda: self.save(trainer, pl_module)
 
     def on_step(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Save, if it is time to; this is the end of the step's work."""
-        module.border_pending = False
+        """Save, if it is time to; this ends the work that follows a step."""
         result = module.validation
         if result is not None and (self.best is None or result.bpc < self.best):
-            self.best = result.bpc
             if trainer.is_global_zero:
-                content = self._content(module, trainer)
+                content = self._content(module, trainer) | {"bpc": result.bpc}
                 if module.optim.fresh:
                     content |= {"optimizer": None, "scaler": None}
                 save_checkpoint(self.path("best"), content)
+            self.best = result.bpc
+        module.finish_border()
         last = module.step == module.stage.steps
         if last or result is not None or module.step % self.every == 0:
             self.save(trainer, module)
 
     def save(self, trainer: pl.Trainer, module: TrainingModule) -> None:
-        """Write last.ckpt; what had that name becomes previous.ckpt."""
-        if not trainer.is_global_zero:
+        """Write last.ckpt, if it does not hold this border; the one before is previous.ckpt."""
+        border = (module.step, module.border_pending)
+        if not trainer.is_global_zero or border == self.saved:
             return
         content = self._content(module, trainer)
         save_checkpoint(self.path("last"), content, keep=self.path("previous"))
-        state = {
-            "step": module.step,
-            "steps": module.stage.steps,
-            "finished": module.step == module.stage.steps,
-            "best_bpc": self.best,
-        }
-        write_text(self.folder / "state.json", json.dumps(state) + "\n")
+        write_state(self.folder, content)
+        self.saved = border
 
     def path(self, name: str) -> Path:
         """Of the checkpoint with this name."""
@@ -75,12 +84,18 @@ class Checkpoints(StepCallback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """A stopped run saves its last step border; the unfinished step is dropped."""
+        """Whatever ends the run, its last step border is saved; the unfinished step is dropped.
+
+        Not if an update was half done, nor after a write that failed.
+        """
         assert isinstance(pl_module, TrainingModule)
-        if isinstance(exception, Stopped) and pl_module.step > 0:
+        if self.saved is None or pl_module.updating or isinstance(exception, WriteError):
+            return
+        with pl_module.stop.lock:
             self.save(trainer, pl_module)
 
     def _content(self, module: TrainingModule, trainer: pl.Trainer) -> dict[str, Any]:
+        refuse_weights(module.model)
         optimizer = trainer.optimizers[0]
         return {
             **self.origin,
@@ -95,52 +110,38 @@ class Checkpoints(StepCallback):
         }
 
 
-class Stopped(BaseException):
-    """A signal asked the run to end; its state at the last step border is saved."""
+def write_state(folder: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Say in state.json how far a stage is, for readers that do not want to load a checkpoint."""
+    state = {
+        "step": checkpoint["step"],
+        "steps": checkpoint["stage"]["steps"],
+        "finished": finished(checkpoint),
+        "best_bpc": checkpoint["bpc"],
+    }
+    text = json.dumps(state) + "\n"
+    path = folder / "state.json"
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+
+def finished(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether nothing of the checkpoint's stage is left to do."""
+    done = checkpoint["step"] >= checkpoint["stage"]["steps"]
+    return bool(done and not checkpoint["counters"]["border_pending"])
 
 
-class Signals(pl.Callback):
-    """Ctrl-C and SIGTERM end the run at once, but never while an update is half done.
+def check_room(folder: Path, model: ModelConfig, stage: Stage) -> None:
+    """Refuse to begin where the checkpoints will not fit: last, previous, best and a new one.
 
-    The unfinished step is dropped by raising `Stopped`; `Checkpoints` then saves. A second Ctrl-C
-    ends the process without saving (what is on the disk stays whole).
+    Raises:
+        ConfigError: naming the folder, the room that there is, and the room that is needed.
     """
-
-    def __init__(self) -> None:
-        self.wanted: int | None = None
-        self.before: dict[int, Any] = {}
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over from Lightning."""
-        assert isinstance(pl_module, TrainingModule)
-
-        def handle(number: int, _: FrameType | None) -> None:
-            if self.wanted is not None:
-                if number == signal.SIGINT:
-                    signal.signal(number, signal.SIG_DFL)
-                    signal.raise_signal(number)
-                return
-            self.wanted = number
-            launcher = trainer.strategy.launcher
-            if trainer.is_global_zero and hasattr(launcher, "kill"):
-                launcher.kill(number)
-            if not pl_module.updating:
-                raise Stopped(number)
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, handle)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """A signal that came during an update takes effect after it."""
-        if self.wanted is not None:
-            raise Stopped(self.wanted)
-
-    def teardown(self, *_: Any, **__: Any) -> None:
-        """Give the signals back."""
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        self.before = {}
+    there = sum(path.stat().st_size for path in folder.glob("checkpoints/*.ckpt"))
+    free = shutil.disk_usage(folder).free
+    needed = parameters(model) * (3 * LAST + BEST)
+    if free + there < needed:
+        raise ConfigError(
+            f"runs_dir: {folder} has room for {free / 1e6:,.0f} MB, the checkpoints of stage "
+            f"{stage.number} need {(needed - there) / 1e6:,.0f} MB more; make room or choose "
+            "another runs_dir=FOLDER"
+        )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data.corpus import Corpus
-from lm.checkpoint import CheckpointError, load_checkpoint, stage_of
+from lm.checkpoint import CheckpointError, DamagedError, load_checkpoint, stage_of
 from lm.config import Config, UserError
+from lm.files import explained, remove_unfinished
 from lm.progress import say
+from lm.saving import check_room, finished, write_state
 from lm.schedule import Stage
 
 # What has to be equal for one model's weights to fit another.
@@ -30,17 +33,20 @@ SHAPE = (
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a stage begins from; at most one of the two checkpoints is given.
+    """What a stage begins from; plain values, so that the first process can tell the others.
 
     Attributes:
-        resume: the stage's own checkpoint: weights, optimiser and counters go on.
-        weights: a checkpoint whose weights are taken over.
+        kind: finished (there is nothing to do), resume (the stage's own checkpoint: weights,
+            optimiser and counters go on), weights (those of another checkpoint) or scratch.
+        path: of the checkpoint; empty if there is none.
         said: the same in words.
+        damaged: checkpoints of the stage that were found damaged, to be set aside.
     """
 
-    resume: Mapping[str, Any] | None = None
-    weights: Mapping[str, Any] | None = None
+    kind: str
+    path: str = ""
     said: str = "from random weights"
+    damaged: tuple[str, ...] = ()
 
 
 def run_folder(config: Config) -> Path:
@@ -54,42 +60,80 @@ def stage_folder(config: Config, number: int) -> Path:
     return run_folder(config) / f"stage{number}"
 
 
-def plan_start(config: Config, stage: Stage, corpus: Corpus, folder: Path) -> Start:
-    """Decide where a stage begins.
+def plan_start(config: Config, stage: Stage, corpus: Corpus, init_from: str) -> Start:
+    """Decide where a stage begins. Nothing is changed on the disk.
+
+    Args:
+        config: of the run.
+        stage: to be trained.
+        corpus: that it will be trained on.
+        init_from: where its weights come from, as in `Config`.
 
     Raises:
         UserError: if what it should begin from is missing, unfinished, damaged or another's.
     """
-    if resume := newest_checkpoint(folder / "checkpoints"):
-        refuse_other_run(resume, config, stage, corpus, folder)
-        return Start(resume=resume, said=f"from its own step {resume['step']}")
-    if config.init_from == "scratch" or (stage.number == 1 and not config.init_from):
-        return Start()
-    if config.init_from:
-        path = Path(config.init_from)
-        weights = load_checkpoint(path)
+    folder = stage_folder(config, stage.number)
+    damaged: tuple[str, ...] = ()
+    if not (config.overwrite or config.throwaway):
+        path, own, damaged = newest_checkpoint(folder / "checkpoints")
+        if own is not None:
+            refuse_other_run(own, config, stage, corpus, folder)
+            if finished(own):
+                text = f"holds step {own['step']} of {stage.steps}, best BPC {own['bpc']:.4f}"
+                return Start("finished", str(path), f"{folder} {text}")
+            return Start("resume", str(path), f"from its own step {own['step']}", damaged)
+    if init_from == "scratch" or (stage.number == 1 and not init_from):
+        return Start("scratch")
+    if init_from:
+        path, weights = Path(init_from), load_checkpoint(Path(init_from))
     else:
         path, weights = previous_stage(config, stage)
     refuse_other_model(weights, config, path)
-    return Start(weights=weights, said=f"from the weights in {path} (step {weights['step']})")
+    return Start("weights", str(path), f"from the weights in {path} (step {weights['step']})")
 
 
-def newest_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The last whole checkpoint of a stage; a damaged one is named and the one before it used."""
-    damaged = []
+def prepare_folder(config: Config, stage: Stage, start: Start) -> None:
+    """Make the stage's folder ready for what was planned.
+
+    Raises:
+        UserError: if it cannot be written, or the checkpoints will not fit.
+    """
+    folder = stage_folder(config, stage.number)
+    checkpoints = folder / "checkpoints"
+    with explained(folder):
+        if folder.exists() and (config.overwrite or config.throwaway):
+            shutil.rmtree(folder)
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        for text in start.damaged:
+            path = Path(text)
+            path.replace(path.with_suffix(".damaged"))
+            say(f"warning: {path} is damaged; going on from {start.path}", file=sys.stderr)
+    for part in (folder, checkpoints):
+        remove_unfinished(part)
+    if start.kind in ("finished", "resume"):
+        write_state(folder, load_checkpoint(Path(start.path)))
+    if start.kind != "finished":
+        check_room(folder, config.model, stage)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any] | None, tuple[str, ...]]:
+    """The last whole checkpoint of a stage, if there is one, and damaged ones that come after it.
+
+    Raises:
+        CheckpointError: if there are only damaged ones, or one of another format.
+    """
+    damaged: dict[str, str] = {}
     for name in ("last.ckpt", "previous.ckpt"):
-        if (folder / name).exists():
+        path = folder / name
+        if path.exists():
             try:
-                found = load_checkpoint(folder / name)
-            except CheckpointError as error:
-                damaged.append(str(error))
-                continue
-            for text in damaged:
-                say(f"warning: {text}; going on from {folder / name}", file=sys.stderr)
-            return found
+                return path, load_checkpoint(path), tuple(damaged)
+            except DamagedError as error:
+                damaged[str(path)] = str(error)
     if damaged:
-        raise CheckpointError(f"{damaged[0]}; overwrite=true starts the stage again")
-    return None
+        reasons = "; ".join(damaged.values())
+        raise CheckpointError(f"{reasons}; overwrite=true starts the stage again")
+    return folder / "last.ckpt", None, ()
 
 
 def previous_stage(config: Config, stage: Stage) -> tuple[Path, dict[str, Any]]:
@@ -97,18 +141,18 @@ def previous_stage(config: Config, stage: Stage) -> tuple[Path, dict[str, Any]]:
     number = stage.number - 1
     checkpoints = stage_folder(config, number) / "checkpoints"
     command = f"python train.py name={config.name} stage={number}"
-    last = newest_checkpoint(checkpoints)
+    _, last, _ = newest_checkpoint(checkpoints)
     if last is None:
         raise UserError(
             f"stage={stage.number} begins from stage {number}'s best weights, and {checkpoints} "
             f"has none; make them with: {command} (with this run's other settings), or give "
             "init_from=PATH or init_from=scratch"
         )
-    if last["step"] < stage_of(last).steps:
+    if not finished(last):
         raise UserError(
             f"stage={stage.number} begins from stage {number}'s best weights, and stage {number} "
-            f"is at step {last['step']} of {stage_of(last).steps}; go on with: {command}, or give "
-            f"init_from={checkpoints / 'best.ckpt'}"
+            f"is at step {last['step']} of {stage_of(last).steps}; go on with: {command} (with "
+            f"this run's other settings), or give init_from={checkpoints / 'best.ckpt'}"
         )
     return checkpoints / "best.ckpt", load_checkpoint(checkpoints / "best.ckpt")
 
@@ -120,8 +164,8 @@ def refuse_other_run(
     pairs = {
         "stage": (found["stage"], dataclasses.asdict(stage)),
         "model": (found["model"], dataclasses.asdict(config.model)),
-        "seed": (found["config"]["seed"], config.seed),
-        "optim": (found["config"]["optim"], dataclasses.asdict(config.optim)),
+        "seed": (found["config"].get("seed"), config.seed),
+        "optim": (found["config"].get("optim"), dataclasses.asdict(config.optim)),
         "data": (found["data"], data_record(corpus)),
     }
     for key, (then, now) in pairs.items():

@@ -9,7 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from lm.config import Config, check_train, schedule_of, to_config
+from lm.check import check_train, schedule_of
+from lm.config import Config, to_config
 from lm.config_eval import (
     CompressConfig,
     EvalConfig,

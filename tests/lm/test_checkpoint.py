@@ -16,6 +16,7 @@ from lm.checkpoint import (
     save_checkpoint,
     stage_of,
 )
+from lm.errors import WriteError
 from lm.model import LanguageModel, ModelConfig, bands
 from lm.schedule import Stage
 
@@ -155,7 +156,7 @@ def test_a_save_that_fails_is_loud_and_leaves_the_old_file(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(lm.files.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(WriteError, match=r"a\.ckpt: cannot be written \(No space left on device\)"):
         save_checkpoint(path, content(step=2))
     assert load_checkpoint(path)["step"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]

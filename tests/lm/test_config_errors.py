@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lm.config import Config, ConfigError, check_train
+from lm.check import check_train
+from lm.config import Config, ConfigError
 from lm.entry import command, nearest_key
 from lm.run import train
 

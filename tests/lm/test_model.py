@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import Band
-from lm.config import schedule_of
+from lm.check import schedule_of
 from lm.model import LanguageModel, ModelConfig, bands, flops_per_character, parameters
 from lm.positions import sinusoidal_table
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.config import ConfigError, check_train, schedule_of
+from lm.check import check_train, schedule_of
+from lm.config import ConfigError
 from lm.model import visible_pairs
 from lm.schedule import ScheduleError, StageTable, build_schedule, by_layer, head_strides
 
