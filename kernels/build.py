@@ -24,13 +24,13 @@ def compile_library(variant: Variant, path: Path) -> None:
 
     from kernels import tvm_backward, tvm_forward, tvm_pack, tvm_scores
 
-    shape = tvm_scores.Variant(variant.target.tile, variant.dim, variant.relative, variant.dropout)
+    shape = tvm_scores.Shape(variant.target.tile, variant.dim, variant.relative, variant.dropout)
     if variant.kind == "forward":
         functions = [tvm_forward.forward(shape)]
     else:
         functions = [tvm_backward.backward(shape), tvm_backward.finish(shape)]
     if variant.relative:
-        functions.append(tvm_pack.relative_panels(shape.tile, variant.dim))
+        functions.append(tvm_pack.relative_strips(shape.tile, variant.dim))
     module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in functions})
     executable = tvm.compile(module, target={"kind": "llvm", "mcpu": variant.target.cpu})
     executable.export_library(str(path))

@@ -82,14 +82,14 @@ class _Settings(NamedTuple):
     def variant(self, kind: str) -> Variant:
         return variant_for(kind, self.dim, self.relative, self.dropout > 0)
 
-    def panels(self, panel: int) -> int:
-        """The number of panels of one head's relative rows."""
-        return -(-(self.window + 1) // panel)
+    def strips(self, lanes: int) -> int:
+        """The number of strips of one head's relative rows."""
+        return -(-(self.window + 1) // lanes) + 1
 
-    def sizes(self, panel: int, tasks: int) -> tuple[int, ...]:
+    def sizes(self, lanes: int, tasks: int) -> tuple[int, ...]:
         """The kernels' arguments from `batch` to `task_count`."""
         shape = (self.batch, self.queries, self.keys, self.heads, self.window)
-        return (*shape, self.panels(panel), tasks)
+        return (*shape, self.strips(lanes), tasks)
 
     @property
     def random(self) -> tuple[int, int, int]:
@@ -142,7 +142,7 @@ def _forward(settings: _Settings, inputs: tuple[Tensor, ...]) -> tuple[Tensor, T
     rows = _pack_relative(kernels, settings, variant, relative) if relative else []
     tensors = _flat(q, k, v, *rows, out, lse, tasks.table)
     numbers = (
-        *settings.sizes(tile.panel, tasks.count),
+        *settings.sizes(tile.lanes, tasks.count),
         *settings.random,
         settings.factor,
         settings.kept,
@@ -164,12 +164,12 @@ def _backward(
     variant = settings.variant("backward")
     kernels, tile = load_kernels(variant), variant.target.tile
     tasks = backward_tasks(
-        settings.batch, settings.keys, settings.strides, settings.window, settings.dim, tile.panel
+        settings.batch, settings.keys, settings.strides, settings.window, settings.dim, tile.lanes
     )
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_relative = [torch.zeros_like(tensor) for tensor in relative]
     part_rows = min(tasks.longest + settings.window, settings.keys) + tile.block
-    sizes = (*settings.sizes(tile.panel, tasks.count), part_rows)
+    sizes = (*settings.sizes(tile.lanes, tasks.count), part_rows)
     fixed = _flat(q, out, d_out, d_q, k, v, d_k, d_v, lse, tasks.table)
     if relative:
         packed = _flat(*_pack_relative(kernels, settings, variant, relative), relative[0])
@@ -179,7 +179,7 @@ def _backward(
         part_query = q.new_empty(part_rows * settings.dim)
         parts, rows, targets = [], [], []
         if relative:
-            count = settings.panels(tile.panel) * tile.panel + 2
+            count = settings.strips(tile.lanes) * tile.lanes + 2
             parts = [q.new_empty(count * settings.dim)]
             rows, targets = [*packed, *parts], [*parts, *_flat(*d_relative)]
         numbers = (*sizes, *settings.random, settings.factor, settings.scale, settings.kept)
@@ -205,13 +205,13 @@ def _backward(
 def _pack_relative(
     kernels: Any, settings: _Settings, variant: Variant, relative: list[Tensor]
 ) -> list[Tensor]:
-    """Return r in panels, and the biases."""
+    """Return r in strips, and the biases."""
     r, content_bias, position_bias = relative
-    panel = variant.target.tile.panel
-    panels = settings.panels(panel)
-    packed = r.new_empty(settings.heads * panels * settings.dim * panel)
-    kernel, tensors = kernels["relative_panels"], _flat(r, packed)
-    numbers = (settings.heads, settings.window, panels)
+    lanes = variant.target.tile.lanes
+    strips = settings.strips(lanes)
+    packed = r.new_empty(settings.heads * strips * settings.dim * lanes)
+    kernel, tensors = kernels["relative_strips"], _flat(r, packed)
+    numbers = (settings.heads, settings.window, strips)
     spread(settings.heads, lambda: lambda head: kernel(*tensors, head, head + 1, *numbers))
     return [packed, content_bias, position_bias]
 

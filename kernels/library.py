@@ -117,8 +117,8 @@ def why_not(variant: Variant) -> str | None:
 def cache_folder() -> Path:
     """Return the folder of compiled kernels, made if need be.
 
-    $LONGCHAR_CACHE/kernels, else kernels in the user's cache folder; where that cannot be written, a
-    private temporary folder, which is said once.
+    $LONGCHAR_CACHE/kernels, else kernels in the user's cache folder; where that cannot be written,
+    a private temporary folder, which is said once.
     """
     base = os.environ.get("LONGCHAR_CACHE")
     folder = (Path(base) if base else platformdirs.user_cache_path("longchar")) / "kernels"
@@ -131,7 +131,7 @@ def cache_folder() -> Path:
         reason = error.strerror or str(error)
     private = _private_folder()
     _logger.warning(
-        "compiled kernels cannot be kept in %s (%s); using %s (set LONGCHAR_CACHE to another folder)",
+        "compiled kernels cannot be kept in %s (%s); using %s; LONGCHAR_CACHE may name a folder",
         folder,
         reason,
         private,

@@ -18,7 +18,7 @@ class Tile:
     """The shapes of the register tiles, chosen for a vector unit.
 
     lanes: floats per register. rows: query rows of a tile. columns: registers per row of a tile of
-    scores, so that a panel of keys has columns * lanes keys. dims: at most so many registers per
+    scores, so that it has columns * lanes keys. dims: at most so many registers per
     row of a tile along the head's dimension. keys: rows of a tile of key gradients. block: query
     rows that are worked on together, a multiple of rows.
     """
@@ -29,11 +29,6 @@ class Tile:
     dims: int
     keys: int
     block: int
-
-    @property
-    def panel(self) -> int:
-        """Keys in a panel: the columns of a tile of scores."""
-        return self.columns * self.lanes
 
     def split(self, dim: int) -> list[range]:
         """Return the registers of a row of `dim` floats in groups of at most `dims`."""
@@ -53,7 +48,7 @@ class Target:
 
 
 # 32 registers of 16 floats, 16 of 8, and 16 (or 32) of 4: a tile and its operands fill them.
-AVX512 = Target("avx512", "x86-64-v4", Tile(lanes=16, rows=6, columns=2, dims=4, keys=4, block=48))
+AVX512 = Target("avx512", "x86-64-v4", Tile(lanes=16, rows=6, columns=3, dims=4, keys=4, block=48))
 AVX2 = Target("avx2", "x86-64-v3", Tile(lanes=8, rows=4, columns=2, dims=2, keys=4, block=48))
 SSE = Target("sse", "x86-64", Tile(lanes=4, rows=4, columns=2, dims=2, keys=4, block=48))
 GENERIC = Target("generic", "generic", Tile(lanes=4, rows=6, columns=2, dims=4, keys=4, block=48))

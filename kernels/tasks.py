@@ -18,6 +18,8 @@ BACKWARD_KEYS = 512  # most keys of a backward task
 _ENOUGH = 16  # so many tasks keep the cores of a small machine evenly busy
 _GRAIN = 3e7  # multiplications and additions that are worth one call of a kernel
 
+_Row = tuple[int, int, int, int, int, int]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -49,7 +51,7 @@ def forward_tasks(
 ) -> Tasks:
     """Cut the queries; tasks begin at whole blocks of `block` queries."""
     longest = _length(batch * len(strides) * queries, FORWARD_QUERIES, 2 * block, block)
-    rows = []
+    rows: list[_Row] = []
     for b in range(batch):
         for head, stride in enumerate(strides):
             for residue in range(min(stride, keys)):
@@ -63,16 +65,16 @@ def forward_tasks(
 
 @functools.lru_cache(maxsize=256)
 def backward_tasks(
-    batch: int, keys: int, strides: tuple[int, ...], window: int, dim: int, panel: int
+    batch: int, keys: int, strides: tuple[int, ...], window: int, dim: int, lanes: int
 ) -> Tasks:
-    """Cut the keys; tasks begin at whole panels of `panel` keys, and are in the order of heads."""
-    longest = _length(batch * len(strides) * keys, BACKWARD_KEYS, 128, panel)
-    rows = []
+    """Cut the keys; tasks begin at whole strips of `lanes` keys, and are in the order of heads."""
+    longest = _length(batch * len(strides) * keys, BACKWARD_KEYS, 128, lanes)
+    rows: list[_Row] = []
     for head, stride in enumerate(strides):
         for b in range(batch):
             for residue in range(min(stride, keys)):
                 end = -(-(keys - residue) // stride)
-                rows += [(b, head, residue, stride, *part) for part in _cut(0, end, longest, panel)]
+                rows += [(b, head, residue, stride, *part) for part in _cut(0, end, longest, lanes)]
     return _tasks(rows, window, dim, one_head=True)
 
 
@@ -91,7 +93,7 @@ def _cut(begin: int, end: int, longest: int, unit: int) -> list[tuple[int, int]]
     return [(a, min(end, a + length)) for a in range(begin, end, length)]
 
 
-def _tasks(rows: list[tuple[int, ...]], window: int, dim: int, one_head: bool) -> Tasks:
+def _tasks(rows: list[_Row], window: int, dim: int, one_head: bool) -> Tasks:
     runs: list[Run] = []
     turns: dict[int, int] = {}
     begin = 0
@@ -112,7 +114,7 @@ def _tasks(rows: list[tuple[int, ...]], window: int, dim: int, one_head: bool) -
     return Tasks(table, tuple(runs), max(row[5] - row[4] for row in rows))
 
 
-def _joins(rows: list[tuple[int, ...]], first: int, task: int, one_head: bool) -> bool:
+def _joins(rows: list[_Row], first: int, task: int, one_head: bool) -> bool:
     """Whether a task may follow others in a call: backward, only whole sequences of one head."""
     if not one_head:
         return True

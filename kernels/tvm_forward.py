@@ -1,19 +1,20 @@
 """The forward program for CPUs.
 
-What lies where. A task is a run of at most FORWARD_QUERIES queries of one sequence (see tvm_pack.py). Its
-scratch stays in the core's second-level cache:
+What lies where. A task is a run of at most FORWARD_QUERIES queries of one sequence (see
+tvm_pack.py). Its scratch stays in the core's caches:
 
-    content, place      [query][dim]   (q + u) and (q + p), times scale * log2(e)
+    content, place      [row][dim]     (q + u) and (q + p), times scale * log2(e), of one block
+    keys                strips         K transposed, a run of at most KEYS keys
+    values              [key][dim]     V of the same run
+    scores              [row][margin | keys seen | margin]   of one group of `tile.rows` queries
     gathered            [query][dim]   sums of weights times values so far
     top, total          [query]        running maximum and sum of the weights, in base 2
-    panels              panels         K transposed, one block of at most KEYS keys
-    values              [key][dim]     V of the same block
-    scores              [query of a block][left margin | keys seen by the block | right margin]
 
-For each block of keys and each block of `tile.block` queries: position scores go into `scores`
-first, content scores are added tile by tile, a softmax with running maximum turns the rows into
-weights, and tiles of weights times values are added to `gathered`. Nothing of size
-queries x window exists.
+Mostly all the keys of a task are one run; a long window takes several. Within a run the keys are
+packed as the queries come to see them, and what the next block will need is prefetched. For each
+group of queries: position scores go into `scores`, content scores are added tile by tile, a softmax
+with running maximum turns the rows into weights, and a tile of weights times values is added to
+`gathered`. Nothing of size queries x window exists.
 
 Columns outside a row's window may hold anything, also NaN, until the softmax selects zero there.
 """
@@ -26,17 +27,17 @@ from tvm.tirx import Buffer, PrimFunc
 
 from kernels import tvm_random
 from kernels.tasks import FORWARD_QUERIES
-from kernels.tvm_pack import TASK_FIELDS, Sequence, pack_panels, pack_rows, read_task
+from kernels.tvm_pack import TASK_FIELDS, Sequence, pack_rows, pack_strips, read_task
 from kernels.tvm_program import build_kernel
 from kernels.tvm_scores import (
-    Block,
-    Variant,
+    Group,
+    Shape,
+    ask_for_query,
     deltas,
     dropout_row,
-    load_queries,
+    load_query,
     position_scores,
-    product_tile,
-    sees,
+    product_tiles,
     visible,
 )
 from kernels.tvm_tiles import (
@@ -54,51 +55,53 @@ from kernels.tvm_tiles import (
     variable,
 )
 
-KEYS = 640  # keys of a block
+KEYS = 1024  # most keys of a run
 LOWEST = -1e30  # a running maximum before any key
 
+SIZES = ("batch", "query_count", "key_count", "heads", "window", "strip_count", "task_count")
 
-def forward(variant: Variant) -> PrimFunc:
+
+def forward(shape: Shape) -> PrimFunc:
     """Return the kernel that runs the tasks begin .. end - 1."""
-    dim = variant.dim
+    dim = shape.dim
     queries = {"q": lambda a: a.batch * a.query_count * a.heads * dim}
     keys = dict.fromkeys(("k", "v"), lambda a: a.batch * a.key_count * a.heads * dim)
     relative = {
-        "packed": lambda a: a.heads * a.panel_count * (dim * variant.tile.panel),
+        "packed": lambda a: a.heads * a.strip_count * (dim * shape.tile.lanes),
         "content_bias": lambda a: a.heads * dim,
         "position_bias": lambda a: a.heads * dim,
     }
     results = {"out": queries["q"], "lse": lambda a: a.batch * a.query_count * a.heads}
     tasks = {"tasks": lambda a: a.task_count * TASK_FIELDS}
-    sizes = ("batch", "query_count", "key_count", "heads", "window", "panel_count", "task_count")
     return build_kernel(
         "forward",
-        queries | keys | (relative if variant.relative else {}) | results | tasks,
-        dict.fromkeys(("begin", "end", *sizes, "seed_low", "seed_high", "threshold"), "int32")
+        queries | keys | (relative if shape.relative else {}) | results | tasks,
+        dict.fromkeys(("begin", "end", *SIZES, "seed_low", "seed_high", "threshold"), "int32")
         | dict.fromkeys(("factor", "kept"), "float32"),
-        lambda a: _Forward(variant, a).run(),
+        lambda a: _Forward(shape, a).run(),
     )
 
 
 class _Forward:
     """The program while it is being built."""
 
-    def __init__(self, variant: Variant, arguments: SimpleNamespace) -> None:
-        self.variant, self.tile, self.dim = variant, variant.tile, variant.dim
-        self.a = arguments
-        self.row_length = KEYS + 2 * variant.margin
+    def __init__(self, shape: Shape, arguments: SimpleNamespace) -> None:
+        self.shape, self.tile, self.dim = shape, shape.tile, shape.dim
+        self.a, self.lanes = arguments, shape.tile.lanes
+        self.a.dim = shape.dim
+        self.row_length = KEYS + 2 * shape.margin
 
     def run(self) -> None:
-        rows = -(-FORWARD_QUERIES // self.tile.block) * self.tile.block
+        tile, dim = self.tile, self.dim
         sizes = {
-            "content": rows * self.dim,
-            "place": rows * self.dim if self.variant.relative else 1,
-            "gathered": rows * self.dim,
-            "top": rows,
-            "total": rows,
-            "panels": KEYS * self.dim,
-            "values": KEYS * self.dim,
-            "scores": self.tile.block * self.row_length,
+            "content": tile.block * dim,
+            "place": tile.block * dim,
+            "keys": (KEYS + tile.lanes) * dim,
+            "values": KEYS * dim,
+            "scores": tile.rows * self.row_length,
+            "gathered": FORWARD_QUERIES * dim,
+            "top": FORWARD_QUERIES,
+            "total": FORWARD_QUERIES,
         }
         self.scratch = SimpleNamespace(
             **{
@@ -106,125 +109,130 @@ class _Forward:
                 for name, size in sizes.items()
             }
         )
-        self.rescale = T.alloc_buffer((self.tile.rows * self.tile.lanes,), "float32")
-        if self.variant.dropout:
+        self.rescale = T.alloc_buffer((tile.rows * tile.lanes,), "float32", scope="global")
+        if self.shape.dropout:
             self.seed = tvm_random.seed_key(self.a.seed_low, self.a.seed_high)
         with T.serial(self.a.begin, self.a.end) as task:
             self._run_task(*read_task(self.a.tasks, task))
 
     def _run_task(self, sequence: Sequence, origin: Expr, end: Expr) -> None:
         a, block = self.a, self.tile.block
-        blocks = opaque(T.truncdiv(end - origin + block - 1, block))
-        self._begin(sequence, origin, end, blocks)
         oldest = opaque(T.max(origin - a.window, 0))
-        with T.serial(0, T.truncdiv(end - oldest + KEYS - 1, KEYS)) as key_block:
-            first_key = opaque(oldest + key_block * KEYS)
+        with T.serial(0, T.truncdiv(end - oldest + KEYS - 1, KEYS)) as number:
+            first_key = opaque(oldest + number * KEYS)
             end_key = opaque(T.min(first_key + KEYS, end))
-            self._load_keys(sequence, first_key, end_key)
-            with T.serial(0, blocks) as query_block:
+            packed = variable(T.int32(0), "int32")
+            # The blocks that see a key of the run.
+            begin = T.truncdiv(T.max(first_key - origin, 0), block)
+            last = T.min(end, end_key + a.window) - origin
+            with T.serial(begin, T.truncdiv(last + block - 1, block)) as query_block:
                 query = opaque(origin + query_block * block)
-                seen = T.And(query - a.window < end_key, query + block > first_key)
-                with T.If(seen), T.Then():
-                    skipped = T.truncdiv(T.max(query - a.window - first_key, 0), self.tile.panel)
-                    base = opaque(first_key + skipped * self.tile.panel - self.variant.margin)
-                    row = opaque(query_block * block)
-                    self._run_block(
-                        Block(sequence, query, end, row, first_key, end_key, base, self.row_length)
+                self._load_keys(sequence, first_key, end_key, packed, query)
+                self._load_queries(sequence, query, end)
+                with T.serial(0, block // self.tile.rows) as number_in_block:
+                    row = opaque(number_in_block * self.tile.rows)
+                    group_query = opaque(query + row)
+                    seen = T.And(
+                        T.And(group_query < end, group_query - a.window < end_key),
+                        group_query + self.tile.rows > first_key,
                     )
-        self._finish(sequence, origin, end)
+                    with T.If(seen), T.Then():
+                        group = self._group(sequence, group_query, row, first_key, end_key)
+                        self._run_group(group, origin, end, oldest)
 
-    def _begin(self, sequence: Sequence, origin: Expr, end: Expr, blocks: Expr) -> None:
-        """Load the queries and set the running state; rows past the end are zero."""
-        s, lanes = self.scratch, self.tile.lanes
-        with T.serial(0, blocks * self.tile.block) as row:
-            T.buffer_store(s.top, T.float32(LOWEST), [row])
-            T.buffer_store(s.total, T.float32(0), [row])
-            for d in range(0, self.dim, lanes):
-                store(s.gathered, row * self.dim + d, splat(0.0, lanes), lanes)
-            element = opaque(T.min(origin + row, end - 1))
-            load_queries(
-                self.variant,
-                self.a,
-                sequence,
-                element,
-                origin + row < end,
-                row,
-                (s.content, s.place),
-            )
-
-    def _load_keys(self, sequence: Sequence, first_key: Expr, end_key: Expr) -> None:
-        a, dim, tile = self.a, self.dim, self.tile
+    def _load_keys(
+        self, sequence: Sequence, first_key: Expr, end_key: Expr, packed: Buffer, query: Expr
+    ) -> None:
+        """Pack the keys up to those that the block at `query` sees; `packed` counts strips."""
+        a, s, dim, tile, lanes = self.a, self.scratch, self.dim, self.tile, self.lanes
+        count = opaque(end_key - first_key)
+        seen = T.min(query + tile.block - first_key, count)
+        begin = opaque(packed[0])
+        # One strip more at the end of the run, since tiles are wider than a strip.
+        last = T.Select(seen < count, T.int32(0), T.int32(1))
+        stop = opaque(T.truncdiv(seen + lanes - 1, lanes) + last)
 
         def row_of(buffer: Buffer, row: Expr) -> tuple[Buffer, Expr]:
-            position = sequence.position(first_key + row)
-            return buffer, sequence.address(position, a.key_count, a.heads, dim)
+            return buffer, sequence.key_row(a, opaque(first_key + row))
 
-        count = opaque(end_key - first_key)
-        pack_panels(tile, dim, self.scratch.panels, count, lambda row: row_of(a.k, row))
-        pack_rows(tile, dim, self.scratch.values, count, lambda row: row_of(a.v, row))
+        ahead = tile.block
+        pack_strips(
+            tile, dim, s.keys, (begin, stop), count, lambda row: row_of(a.k, row), ahead=ahead
+        )
+        rows = (opaque(begin * lanes), opaque(T.min(stop * lanes, count)))
+        pack_rows(tile, dim, s.values, rows, count, lambda row: row_of(a.v, row), ahead)
+        T.buffer_store(packed, stop, [0])
 
-    def _run_block(self, block: Block) -> None:
-        s, tile = self.scratch, self.tile
-        if self.variant.relative:
-            position_scores(self.variant, self.a, block, s.place, s.scores)
-        self._content_scores(block)
-        with T.serial(0, tile.block // tile.rows) as group:
-            query = opaque(block.query + group * tile.rows)
-            with T.If(sees(block, self.a, tile, query)), T.Then():
-                self._softmax(block, group, query)
-                self._gather(block, group, query)
+    def _load_queries(self, sequence: Sequence, query: Expr, end: Expr) -> None:
+        """Load a block; rows past the end are zero."""
+        s, shape, block = self.scratch, self.shape, self.tile.block
+        with T.serial(0, block) as row:
+            element = opaque(T.min(query + row, end - 1))
+            load_query(
+                shape, self.a, sequence, element, query + row < end, row, (s.content, s.place)
+            )
+            ask_for_query(self.a, sequence, element, self.dim, [], [self.a.out])
+            later = opaque(T.min(query + row + block, end - 1))
+            ask_for_query(self.a, sequence, later, self.dim, [self.a.q], [])
 
-    def _content_scores(self, block: Block) -> None:
+    def _group(
+        self, sequence: Sequence, query: Expr, row: Expr, first_key: Expr, end_key: Expr
+    ) -> Group:
+        left, right = Group.strips(self.a, self.tile, query, first_key, end_key)
+        scores = opaque(self.shape.margin - (first_key + left * self.lanes))
+        keys = (first_key, end_key, left, right)
+        return Group(sequence, query, row, *keys, scores, self.row_length)
+
+    def _run_group(self, group: Group, origin: Expr, end: Expr, oldest: Expr) -> None:
+        s = self.scratch
+        if self.shape.relative:
+            position_scores(self.shape, self.a, group, s.place, s.scores)
+        self._content_scores(group)
+        state = opaque(group.query - origin)
+        fresh = opaque(
+            T.Select(
+                group.first_key <= T.max(group.query - self.a.window, oldest),
+                T.int32(1),
+                T.int32(0),
+            )
+        )
+        with T.serial(0, self.tile.rows) as i:
+            self._softmax_row(group, i, opaque(state + i), fresh)
+        self._gather(group, state, fresh)
+        done = T.min(group.query + self.tile.rows, end) <= group.end_key
+        with T.If(done), T.Then():
+            self._finish(group, state, end)
+
+    def _content_scores(self, group: Group) -> None:
         """Add (q + u) . k, or write it where there are no position scores."""
-        a, s, tile, lanes = self.a, self.scratch, self.tile, self.tile.lanes
-        begin = opaque(T.truncdiv(block.base + self.variant.margin - block.first_key, tile.panel))
-        last = T.min(block.end_key, block.query + tile.block) - block.first_key
-        with (
-            T.serial(begin, T.truncdiv(last + tile.panel - 1, tile.panel)) as panel,
-            T.serial(0, tile.block // tile.rows) as group,
-        ):
-            key = opaque(block.first_key + panel * tile.panel)
-            query = opaque(block.query + group * tile.rows)
-            inside = T.And(key < query + tile.rows, key + tile.panel > query - a.window)
-            with T.If(T.And(inside, query < block.end_query)), T.Then():
-                row_at = opaque((block.first_row + group * tile.rows) * self.dim)
-                panel_at = opaque(panel * (self.dim * tile.panel))
-                sums = product_tile(self.variant, s.content, row_at, s.panels, panel_at)
-                at = opaque(block.column(group * tile.rows, key))
+        s, lanes = self.scratch, self.lanes
+        corner = opaque(group.scores + group.first_key)
 
-                # Added last: a running sum that began with it would round more coarsely.
-                def write(i: int, v: int, value: Expr, at: Expr = at) -> None:
-                    place = at + i * block.row_length + v * lanes
-                    old = load(s.scores, place, lanes)
-                    store(s.scores, place, value + old if self.variant.relative else value, lanes)
+        # Added last: a running sum that began with it would round more coarsely.
+        def write(strip: Expr, i: int, v: int, value: Expr) -> None:
+            place = corner + (strip + v) * lanes + i * self.row_length
+            old = load(s.scores, place, lanes)
+            store(s.scores, place, value + old if self.shape.relative else value, lanes)
 
-                spill(sums, write, lanes)
+        rows = (s.content, opaque(group.row * self.dim))
+        product_tiles(self.shape, rows, (s.keys, T.int32(0)), (group.left, group.right), write)
 
-    def _softmax(self, block: Block, group: Expr, query: Expr) -> None:
-        """Turn a tile's rows of scores into weights relative to their new running maximum."""
-        tile, first_key = self.tile, block.first_key
-        oldest = T.max(query - self.a.window, first_key) - first_key
-        newest = T.min(query + tile.rows, block.end_key) - first_key
-        left = opaque(T.truncdiv(oldest, tile.panel) * tile.panel)
-        right = T.truncdiv(newest + tile.panel - 1, tile.panel) * tile.panel
-        vectors = opaque(T.truncdiv(right - left, tile.lanes))
-        with T.serial(0, tile.rows) as i:
-            row = opaque(group * tile.rows + i)
-            self._softmax_row(block, row, i, opaque(first_key + left), vectors)
-
-    def _softmax_row(self, block: Block, row: Expr, i: Expr, key: Expr, vectors: Expr) -> None:
-        """Do so for one row, whose first visited column is that of `key`."""
-        a, s, lanes = self.a, self.scratch, self.tile.lanes
-        state = opaque(block.first_row + row)
-        at = opaque(block.column(row, key))
-        query = opaque(block.query + row)
-        first_delta = opaque(query - key)
-        if self.variant.dropout:
-            place = T.broadcast(dropout_row(a, block.sequence, self.seed, query), lanes)
+    def _softmax_row(self, group: Group, i: Expr, state: Expr, fresh: Expr) -> None:
+        """Turn a row of scores into weights relative to its new running maximum."""
+        a, s, lanes = self.a, self.scratch, self.lanes
+        key = opaque(group.first_key + group.left * lanes)
+        at = opaque(group.scores + key + i * self.row_length)
+        first_delta = opaque(group.query + i - key)
+        vectors = opaque(group.right - group.left)
+        if self.shape.dropout:
+            row = dropout_row(a, group.sequence, self.seed, opaque(group.query + i))
+            place = T.broadcast(row, lanes)
         top, total = (T.alloc_buffer((lanes,), "float32", scope="global") for _ in range(2))
 
-        old = T.bind(variable(s.top[state])[0])
-        store(top, 0, T.broadcast(old, lanes), lanes)
+        old = variable(T.float32(LOWEST))
+        with T.If(T.EQ(fresh, 0)), T.Then():
+            T.buffer_store(old, s.top[state], [0])
+        store(top, 0, T.broadcast(old[0], lanes), lanes)
         with T.serial(0, vectors) as vector:
             score = load(s.scores, at + vector * lanes, lanes)
             delta = deltas(first_delta - vector * lanes, lanes)
@@ -238,54 +246,65 @@ class _Forward:
             weight = exp2(load(s.scores, column, lanes) - new, lanes)
             weight = T.bind(T.Select(visible(delta, a.window, lanes), weight, splat(0.0, lanes)))
             store(total, 0, load(total, 0, lanes) + weight, lanes)
-            if self.variant.dropout:
+            if self.shape.dropout:
                 kept = tvm_random.keep(place, delta, T.broadcast(a.threshold, lanes), lanes)
                 weight = T.Select(kept, weight, splat(0.0, lanes))
             store(s.scores, column, weight, lanes)
-        rescale = exp2(T.broadcast(old, lanes) - new, lanes)
-        store(self.rescale, i * lanes, rescale, lanes)
         added = first(reduce(load(total, 0, lanes), lambda x, y: x + y, lanes))
-        T.buffer_store(s.total, s.total[state] * first(rescale) + added, [state])
         T.buffer_store(s.top, first(new), [state])
+        with T.If(T.EQ(fresh, 0)):
+            with T.Then():
+                rescale = exp2(T.broadcast(old[0], lanes) - new, lanes)
+                store(self.rescale, i * lanes, rescale, lanes)
+                T.buffer_store(s.total, s.total[state] * first(rescale) + added, [state])
+            with T.Else():
+                T.buffer_store(s.total, added, [state])
 
-    def _gather(self, block: Block, group: Expr, query: Expr) -> None:
-        """Rescale what was gathered by the rows of a tile and add weights times values."""
-        s, tile, dim, lanes = self.scratch, self.tile, self.dim, self.tile.lanes
-        begin = opaque(T.max(query - self.a.window, block.first_key))
-        end = opaque(T.min(query + tile.rows, block.end_key))
-        weights = opaque(block.column(group * tile.rows, 0))
-        state = opaque((block.first_row + group * tile.rows) * dim)
+    def _gather(self, group: Group, state: Expr, fresh: Expr) -> None:
+        """Add weights times values to what was gathered, which is rescaled first."""
+        s, tile, dim, lanes = self.scratch, self.tile, self.dim, self.lanes
+        begin = opaque(T.max(group.query - self.a.window, group.first_key))
+        end = opaque(T.min(group.query + tile.rows, group.end_key))
+        target = opaque(state * dim)
         for part in tile.split(dim):
             sums = registers(tile.rows, len(part), lanes)
 
             def at(i: int, v: int, part: range = part) -> Expr:
-                return state + i * dim + part[v] * lanes
-
-            def scaled(i: int, v: int, at=at) -> Expr:
-                return load(s.gathered, at(i, v), lanes) * load(self.rescale, i * lanes, lanes)
+                return target + i * dim + part[v] * lanes
 
             def value(key: Expr, v: int, part: range = part) -> Expr:
-                return load(s.values, (key - block.first_key) * dim + part[v] * lanes, lanes)
+                return load(s.values, (key - group.first_key) * dim + part[v] * lanes, lanes)
 
-            fill(sums, scaled, lanes)
+            with T.If(T.EQ(fresh, 0)):
+                with T.Then():
+                    fill(
+                        sums,
+                        lambda i, v, at=at: (
+                            load(s.gathered, at(i, v), lanes) * load(self.rescale, i * lanes, lanes)
+                        ),
+                        lanes,
+                    )
+                with T.Else():
+                    fill(sums, lambda i, v: splat(0.0, lanes), lanes)
             accumulate(
                 sums,
                 begin,
                 end,
-                lambda i, key: s.scores[weights + key + i * self.row_length],
+                lambda i, key: s.scores[group.scores + key + i * self.row_length],
                 value,
                 lanes,
             )
             spill(sums, lambda i, v, x, at=at: store(s.gathered, at(i, v), x, lanes), lanes)
 
-    def _finish(self, sequence: Sequence, origin: Expr, end: Expr) -> None:
-        """Divide by the sums of the weights and write the output and its log-sum-exp, in base 2."""
-        a, s, dim, lanes = self.a, self.scratch, self.dim, self.tile.lanes
-        with T.serial(0, end - origin) as row:
-            position = opaque(sequence.position(origin + row) - (a.key_count - a.query_count))
-            at = sequence.address(position, a.query_count, a.heads, dim)
-            factor = T.bind(T.broadcast(a.kept / s.total[row], lanes))
+    def _finish(self, group: Group, state: Expr, end: Expr) -> None:
+        """Divide by the sums of the weights; write the output and the log-sum-exp, in base 2."""
+        a, s, dim, lanes = self.a, self.scratch, self.dim, self.lanes
+        with T.serial(0, T.min(T.int32(self.tile.rows), end - group.query)) as i:
+            query, row = opaque(group.query + i), opaque(state + i)
+            at = group.sequence.query_row(a, query)
+            total = variable(s.total[row])
+            factor = T.bind(T.broadcast(a.kept / total[0], lanes))
             for d in range(0, dim, lanes):
                 store(a.out, at + d, load(s.gathered, row * dim + d, lanes) * factor, lanes)
-            line = opaque((sequence.batch * a.heads + sequence.head) * a.query_count + position)
-            T.buffer_store(a.lse, s.top[row] + T.log2(s.total[row]), [line])
+            lse = s.top[row] + T.log2(total[0])
+            T.buffer_store(a.lse, lse, [group.sequence.lse_place(a, query)])

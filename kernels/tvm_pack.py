@@ -6,12 +6,13 @@ element t is position rho + c * t, and in t the band is a plain window. Packing 
 so nothing behind it knows of strides. Local copies, all of one sequence:
 
     rows     [element][dim]                          left operands, right operands along dim
-    panels   [element // panel][dim][panel keys]     right operands along keys: K or V transposed,
-                                                     one panel after the other
+    strips   [element // lanes][dim][lanes]          right operands along keys: K or V transposed,
+                                                     one strip of `lanes` keys after the other
 
-The relative rows are packed once per call for all heads, reversed: column m of panel storage is
-the row of delta = window - m, so that column m of a query t belongs to key t - window + m, and
-scores of content and position run in the same direction.
+The relative rows are packed once per call for all heads, reversed: column m of the strips is the
+row of delta = window - m, so that column m of a query t belongs to key t - window + m, and scores
+of content and position run in the same direction. One strip more than is needed is there to be
+read, since tiles are wider than a strip.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from tvm.tirx import Buffer, PrimFunc
 
 from kernels.targets import Tile
 from kernels.tvm_program import build_kernel
-from kernels.tvm_tiles import load, opaque, store, transpose
+from kernels.tvm_tiles import load, opaque, prefetch, store, transpose
 
 TASK_FIELDS = 6  # batch, head, residue, stride, first element, element after the last
 
@@ -45,9 +46,25 @@ class Sequence:
         """Return the position in the text of an element of the sequence."""
         return self.residue + self.stride * element
 
-    def address(self, position: Expr, positions: Expr, heads: Expr, dim: int) -> Expr:
-        """Return where a row of a [batch, positions, heads, dim] tensor begins."""
-        return opaque(((self.batch * positions + position) * heads + self.head) * dim)
+    def key_row(self, a: SimpleNamespace, element: Expr) -> Expr:
+        """Return where an element's row of k, v or their gradients begins."""
+        return self._row(self.position(element), a.key_count, a)
+
+    def query_row(self, a: SimpleNamespace, element: Expr) -> Expr:
+        """Return where an element's row of q, the output or their gradients begins."""
+        return self._row(self.query(a, element), a.query_count, a)
+
+    def query(self, a: SimpleNamespace, element: Expr) -> Expr:
+        """Return the index among the queries: they are the last positions of the keys."""
+        return self.position(element) - (a.key_count - a.query_count)
+
+    def lse_place(self, a: SimpleNamespace, element: Expr) -> Expr:
+        """Return where an element's log-sum-exp lies in [batch, heads, queries]."""
+        row = self.batch * a.heads + self.head
+        return opaque(row * a.query_count + self.query(a, element))
+
+    def _row(self, position: Expr, positions: Expr, a: SimpleNamespace) -> Expr:
+        return opaque(((self.batch * positions + position) * a.heads + self.head) * a.dim)
 
 
 def read_task(tasks: Buffer, task: Expr) -> tuple[Sequence, Expr, Expr]:
@@ -56,58 +73,89 @@ def read_task(tasks: Buffer, task: Expr) -> tuple[Sequence, Expr, Expr]:
     return Sequence(*fields[:4]), fields[4], fields[5]
 
 
-def pack_panels(
+def pack_strips(
     tile: Tile,
     dim: int,
     target: Buffer,
+    strips: tuple[Expr | int, Expr],
     count: Expr,
     source: Row,
+    *,
     factor: Expr | None = None,
     base: Expr | int = 0,
+    ahead: int = 0,
 ) -> None:
-    """Transpose rows 0 .. count - 1 into panels that begin at `base`, each entry times `factor`.
+    """Transpose rows into the strips from the first to before the second of `strips`.
 
-    Panels are filled in strips of `lanes` keys: what is left of the last strip repeats a row, and
-    strips behind it stay as they were.
+    Row r lies in strip r // lanes. There are `count` rows; where a strip has more, the last one is
+    repeated. Strip 0 begins at `base` of `target`. Entries are multiplied by `factor`; the rows
+    `ahead` of those that are being packed are prefetched.
     """
     lanes = tile.lanes
-    with T.serial(0, T.truncdiv(count + lanes - 1, lanes)) as strip:
-        rows = [source(opaque(T.min(strip * lanes + i, count - 1))) for i in range(lanes)]
-        panel = opaque(T.truncdiv(strip, tile.columns))
-        corner = opaque(base + panel * (dim * tile.panel) + (strip - panel * tile.columns) * lanes)
+
+    def row(index: Expr) -> tuple[Buffer, Expr]:
+        return source(opaque(T.min(index, count - 1)))
+
+    with T.serial(*strips) as strip:
+        rows = [row(strip * lanes + i) for i in range(lanes)]
+        if ahead:
+            for i in range(lanes):
+                prefetch(*row(strip * lanes + i + ahead), dim)
+        corner = opaque(base + strip * (dim * lanes))
         with T.serial(0, dim // lanes) as part:
             square = [T.bind(load(buffer, at + part * lanes, lanes)) for buffer, at in rows]
             for d, vector in enumerate(transpose(square, lanes)):
                 scaled = vector if factor is None else vector * T.broadcast(factor, lanes)
-                store(target, corner + (part * lanes + d) * tile.panel, scaled, lanes)
+                store(target, corner + (part * lanes + d) * lanes, scaled, lanes)
 
 
-def pack_rows(tile: Tile, dim: int, target: Buffer, count: Expr, source: Row) -> None:
-    """Copy rows 0 .. count - 1, one behind the other."""
-    with T.serial(0, count) as row:
+def pack_rows(
+    tile: Tile,
+    dim: int,
+    target: Buffer,
+    rows: tuple[Expr | int, Expr],
+    count: Expr,
+    source: Row,
+    ahead: int = 0,
+) -> None:
+    """Copy the rows from the first to before the second of `rows`, one behind the other.
+
+    There are `count` rows; the rows `ahead` of those that are being copied are prefetched.
+    """
+    with T.serial(*rows) as row:
         buffer, at = source(row)
+        if ahead:
+            prefetch(*source(opaque(T.min(row + ahead, count - 1))), dim)
         for d in range(0, dim, tile.lanes):
             store(target, row * dim + d, load(buffer, at + d, tile.lanes), tile.lanes)
 
 
-def relative_panels(tile: Tile, dim: int) -> PrimFunc:
-    """Return the kernel that packs r [heads, window + 1, dim] into reversed panels, per head."""
+def relative_strips(tile: Tile, dim: int) -> PrimFunc:
+    """Return the kernel that packs r [heads, window + 1, dim] into reversed strips, per head."""
+    lanes = tile.lanes
 
     def body(a: SimpleNamespace) -> None:
         with T.serial(a.begin, a.end) as head:
-            base = opaque(head * a.panel_count * (dim * tile.panel))
 
             def row(column: Expr) -> tuple[Buffer, Expr]:
                 return a.r, opaque((head * (a.window + 1) + a.window - column) * dim)
 
-            pack_panels(tile, dim, a.packed, a.window + 1, row, base=base)
+            pack_strips(
+                tile,
+                dim,
+                a.packed,
+                (0, a.strip_count),
+                a.window + 1,
+                row,
+                base=opaque(head * a.strip_count * (dim * lanes)),
+            )
 
     return build_kernel(
-        "relative_panels",
+        "relative_strips",
         {
             "r": lambda a: a.heads * (a.window + 1) * dim,
-            "packed": lambda a: a.heads * a.panel_count * (dim * tile.panel),
+            "packed": lambda a: a.heads * a.strip_count * (dim * lanes),
         },
-        dict.fromkeys(("begin", "end", "heads", "window", "panel_count"), "int32"),
+        dict.fromkeys(("begin", "end", "heads", "window", "strip_count"), "int32"),
         body,
     )
