@@ -4,9 +4,9 @@ The size of such a file is a proof of the model's number of bits per character: 
 nothing but the model. The first byte is coded with 8 bits, each later one with the model's
 probabilities after all before it.
 
-Both directions run the same steps, one character at a time, since a forward pass of another shape
-rounds differently, and one different bit in a probability would garble all that follows. For the
-same reason backend, precision and thread count are recorded and have to be the same.
+Both directions run the same steps, one character at a time (lm.step), since a forward pass of
+another shape rounds differently, and one different bit in a probability would garble all that
+follows. For the same reason device and thread count are recorded and have to be the same.
 
 A compressed file, integers little-endian::
 
@@ -14,7 +14,7 @@ A compressed file, integers little-endian::
     model       sha256 of the model (lm.resolve.model_sha256)
     content     sha256 of the original
     length      8 bytes: of the original
-    setting     1 byte of length, then text: backend, precision, threads, device
+    setting     1 byte of length, then text: device, threads; version of torch
     coded       what the range coder made
     check       4 bytes: CRC-32 of all before it
 """
@@ -43,14 +43,8 @@ from lm.config_eval import CompressConfig, check_compress
 from lm.device import Device
 from lm.files import replacing
 from lm.model import SYMBOLS, LanguageModel
-from lm.resolve import (
-    autocast,
-    backend_taken,
-    compute_device,
-    model_sha256,
-    open_model,
-    open_source,
-)
+from lm.resolve import compute_device, model_sha256, open_model, open_source
+from lm.step import Stepper
 from lm.stream import StreamState
 
 MAGIC = b"longcha1"
@@ -77,16 +71,13 @@ class Predictor:
     """The model's probabilities of the next byte, one character at a time."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.state = StreamState(model)
-        self.device = model.embedding.weight.device
+        self.stepper = Stepper(StreamState(model))
 
     def after(self, byte: int | None) -> Float32[np.ndarray, " 256"]:
         """Probabilities of the byte that follows `byte`; None: of the first byte, uniform."""
         if byte is None:
             return np.full(SYMBOLS, 1 / SYMBOLS, dtype=np.float32)
-        tokens = torch.tensor([[byte]], device=self.device)
-        logits = self.state.advance(tokens, self.state.position)[0, -1]
-        return logits.softmax(-1).cpu().numpy()
+        return self.stepper.step(byte).softmax(-1).cpu().numpy()
 
 
 def compress(model: LanguageModel, data: bytes, setting: str, *, watch: bool = False) -> bytes:
@@ -95,7 +86,7 @@ def compress(model: LanguageModel, data: bytes, setting: str, *, watch: bool = F
     Args:
         model: in evaluation mode.
         data: what is compressed.
-        setting: what has to be the same for decompression, in words.
+        setting: from `setting_of`.
         watch: show a progress bar, where there is a terminal.
     """
     encoder, predictor, before = coding.queue.RangeEncoder(), Predictor(model), None
@@ -124,11 +115,10 @@ def decompress(
             f"{name} was made by the model {header.model.hex()[:16]}, this one is {here[:16]}; "
             "use the checkpoint that it was made with"
         )
-    if header.setting != setting:
+    if header.setting.partition(";")[0] != setting.partition(";")[0]:
         raise CompressError(
             f"{name} was made with {header.setting}; here it would be read with {setting}, whose "
-            "rounding may differ; use the same backend=, trainer.precision=, trainer.threads= "
-            "and trainer.accelerator="
+            "rounding may differ; use the same trainer.threads= and trainer.accelerator="
         )
     decoder, predictor = coding.queue.RangeDecoder(coded), Predictor(model)
     data, before = bytearray(), None
@@ -137,17 +127,18 @@ def decompress(
         try:
             before = int(decoder.decode(distribution))
         except AssertionError as error:  # what the coder raises for words that nothing encodes to
-            raise _garbled(name) from error
+            raise _garbled(name, header.setting) from error
         data.append(before)
     if hashlib.sha256(data).digest() != header.content:
-        raise _garbled(name)
+        raise _garbled(name, header.setting)
     return bytes(data)
 
 
-def _garbled(name: str) -> CompressError:
+def _garbled(name: str, setting: str) -> CompressError:
     return CompressError(
-        f"{name}: what comes out is not what went in, though file and model are the right "
-        "ones: this machine or version of torch rounds differently from where it was made"
+        f"{name}: what comes out is not what went in, though file and model are the right ones: "
+        f"this machine rounds differently from the one where it was made ({setting}; here torch "
+        f"{torch.__version__})"
     )
 
 
@@ -171,12 +162,9 @@ def read_header(blob: bytes, name: str) -> tuple[Header, np.ndarray]:
     return header, np.frombuffer(body[start:], dtype=WORD).astype(np.uint32)
 
 
-def setting_of(model: LanguageModel, device: Device) -> str:
-    """What decides how the arithmetic rounds, in words."""
-    return (
-        f"{backend_taken(model)}, {device.precision}, {torch.get_num_threads()} threads, "
-        f"{device.kind}"
-    )
+def setting_of(device: Device) -> str:
+    """What decides how the arithmetic rounds; up to the semicolon it has to be the same."""
+    return f"{device.kind}, {torch.get_num_threads()} threads; torch {torch.__version__}"
 
 
 def compress_command(config: CompressConfig) -> None:
@@ -197,13 +185,12 @@ def compress_command(config: CompressConfig) -> None:
         read_header(data, str(source))
     device = compute_device(config.trainer)
     model = open_model(open_source(config), device, config.backend)
-    setting = setting_of(model, device)
+    setting = setting_of(device)
     start = time.perf_counter()
-    with torch.inference_mode(), autocast(device):
-        if config.action == "compress":
-            result = compress(model, data, setting, watch=True)
-        else:
-            result = decompress(model, data, setting, name=str(source), watch=True)
+    if config.action == "compress":
+        result = compress(model, data, setting, watch=True)
+    else:
+        result = decompress(model, data, setting, name=str(source), watch=True)
     seconds = time.perf_counter() - start
     with replacing(target) as file:
         file.write(result)

@@ -198,6 +198,11 @@ def check_compress(config: CompressConfig) -> None:
     for key in ("input", "output"):
         if not getattr(config, key):
             raise ConfigError(f"{key}: no value given; expected {key}=FILE")
+    if config.backend:
+        raise ConfigError(
+            f"backend={config.backend}: compression has one way of computing, without attention "
+            "backends; leave it out"
+        )
     check_source(config)
     check_compute(config.trainer, one_device=True)
 
@@ -223,6 +228,11 @@ def check_compute(config: ComputeConfig, *, one_device: bool = False) -> None:
         at_least_1(f"trainer.{key}", getattr(config, key))
         if one_device and getattr(config, key) > 1:
             raise ConfigError(f"trainer.{key}={getattr(config, key)}: this command uses one device")
+    if one_device and config.precision != "32-true":
+        raise ConfigError(
+            f"trainer.precision={config.precision}: this command computes in 32-true, since it "
+            "makes one character at a time"
+        )
     if config.threads is not None:
         at_least_1("trainer.threads", config.threads)
 

@@ -16,7 +16,8 @@ from lm.config import UserError
 from lm.config_eval import SampleConfig, check_sample
 from lm.files import replacing
 from lm.model import LanguageModel
-from lm.resolve import autocast, compute_device, open_model, open_source
+from lm.resolve import compute_device, open_model, open_source
+from lm.step import Stepper
 from lm.stream import StreamState
 
 # What a text begins after, when there is no prompt.
@@ -47,11 +48,12 @@ def generate(
     state = StreamState(model)
     read = np.frombuffer(prompt or START, dtype=np.uint8).astype(np.int64)
     logits = state.advance(torch.from_numpy(read).to(device)[None], len(read) - 1)[0, -1]
+    stepper = Stepper(state)
     for made in range(length):
         byte = choose(logits.cpu(), temperature, top_k, generator)
         yield byte
         if made + 1 < length:
-            logits = state.advance(torch.tensor([[byte]], device=device), state.position)[0, -1]
+            logits = stepper.step(byte)
 
 
 def choose(
@@ -98,24 +100,23 @@ def sample_command(config: SampleConfig) -> None:
     device = compute_device(config.trainer)
     prompt = prompt_of(config)
     model = open_model(open_source(config), device, config.backend)
-    with autocast(device):
-        made = generate(
-            model,
-            prompt,
-            config.length,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            seed=config.seed,
-        )
-        if config.output:
-            with replacing(Path(config.output)) as file:
-                file.write(prompt + bytes(made))
-            return
-        printer = Printer(sys.stdout.encoding or "ascii")
-        show(printer.text(prompt))
-        for byte in made:
-            show(printer.text(bytes([byte])))
-        show(printer.text(b"", final=True) + "\n")
+    made = generate(
+        model,
+        prompt,
+        config.length,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        seed=config.seed,
+    )
+    if config.output:
+        with replacing(Path(config.output)) as file:
+            file.write(prompt + bytes(made))
+        return
+    printer = Printer(sys.stdout.encoding or "ascii")
+    show(printer.text(prompt))
+    for byte in made:
+        show(printer.text(bytes([byte])))
+    show(printer.text(b"", final=True) + "\n")
 
 
 def show(text: str) -> None:

@@ -12,16 +12,16 @@ from tests.lm.evaluation_cases import (
     STAGE,
     assert_same_logits,
     config,
+    exact_model,
     losses_of,
     random_text,
-    tiny_model,
     tokens_of,
 )
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 16, 50, 1000])
 def test_pieces_give_the_logits_of_one_forward_pass(chunk: int) -> None:
-    model, tokens = tiny_model(), tokens_of(random_text(101))
+    model, tokens = exact_model(), tokens_of(random_text(101))
     with torch.inference_mode():
         expected = model(tokens)
     state = StreamState(model)
@@ -31,9 +31,9 @@ def test_pieces_give_the_logits_of_one_forward_pass(chunk: int) -> None:
 
 @pytest.mark.parametrize("changes", [{"final_norm": False}, {"scale_embedding": False},
     {"tie_embedding": False, "output_bias": False}, {"share_position_biases": False},
-    {"position_unit": "steps", "attention_bias": True}, {"backend": "auto"}])  # fmt: skip
+    {"position_unit": "steps", "attention_bias": True}, {"backend": "chunks"}])  # fmt: skip
 def test_every_kind_of_model_streams(changes: dict[str, object]) -> None:
-    model, tokens = tiny_model(**changes), tokens_of(random_text(60))
+    model, tokens = exact_model(**changes), tokens_of(random_text(60))
     with torch.inference_mode():
         expected = model(tokens)
     state = StreamState(model)
@@ -42,7 +42,7 @@ def test_every_kind_of_model_streams(changes: dict[str, object]) -> None:
 
 
 def test_several_texts_side_by_side() -> None:
-    model = tiny_model()
+    model = exact_model()
     tokens = torch.cat([tokens_of(random_text(50, seed)) for seed in range(3)])
     state = StreamState(model, batch=3)
     pieces = [state.advance(piece) for piece in tokens.split(9, dim=1)]
@@ -51,7 +51,7 @@ def test_several_texts_side_by_side() -> None:
 
 
 def test_restart_forgets_the_text_and_may_change_the_batch() -> None:
-    model, first, second = tiny_model(), random_text(40, 1), random_text(40, 2)
+    model, first, second = exact_model(), random_text(40, 1), random_text(40, 2)
     state = StreamState(model)
     state.advance(tokens_of(first))
     for batch in (1, 2, 1):
@@ -65,7 +65,7 @@ def test_restart_forgets_the_text_and_may_change_the_batch() -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 @pytest.mark.parametrize("first", [0, 1, FIELD, 70, 89])
 def test_layers_skip_what_no_scored_position_sees(chunk: int, first: int) -> None:
-    model, tokens = tiny_model(), tokens_of(random_text(90))
+    model, tokens = exact_model(), tokens_of(random_text(90))
     with torch.inference_mode():
         expected = model(tokens)[:, first:]
     state = StreamState(model)
@@ -75,7 +75,7 @@ def test_layers_skip_what_no_scored_position_sees(chunk: int, first: int) -> Non
 
 def test_skipping_saves_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    model = tiny_model()
+    model = exact_model()
     for block in model.blocks:
         block.inner.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     StreamState(model).advance(tokens_of(random_text(90)), 85)
@@ -85,7 +85,7 @@ def test_skipping_saves_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_positions_are_a_reach_apart() -> None:
     assert first_positions([3, 8, 20], 85) == [85 - 31, 85 - 28, 85 - 20, 85]
     assert first_positions([3, 8, 20], 22) == [0, 0, 2, 22]
-    assert receptive_field(tiny_model()) == FIELD == STAGE.receptive_field
+    assert receptive_field(exact_model()) == FIELD == STAGE.receptive_field
 
 
 @pytest.mark.parametrize("reach", [0, 1, 7, 20])
@@ -119,7 +119,7 @@ def test_appending_is_amortised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_distances_are_projected_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
+    model = exact_model()
     calls = []
     for block in model.blocks:
         block.attention.r.register_forward_hook(lambda *_: calls.append(0))
@@ -141,4 +141,4 @@ def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.eval"):
         StreamState(LanguageModel(config(), bands(STAGE)))
     with pytest.raises(ValueError, match="has 2 rows, the state has 1"):
-        StreamState(tiny_model()).advance(torch.zeros(2, 3, dtype=torch.long))
+        StreamState(exact_model()).advance(torch.zeros(2, 3, dtype=torch.long))

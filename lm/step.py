@@ -1,0 +1,114 @@
+"""One character at a time, as fast as small tensors allow.
+
+The computation is that of `lm.model`, over the caches of `lm.stream`; what a call of many
+positions can afford is left out: q, k and v come from one product, and attention of a single query
+is two products per head. It does not depend on the attention backend.
+
+Shapes: H heads, h heads of one stride, D head width, M model width, m keys that a head sees.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lm.model import Block
+from lm.stream import LayerCache, StreamState
+
+
+class Stepper:
+    """Reads on where a `StreamState` stands, one byte per call.
+
+    Args:
+        state: of one text; its caches are used further, its weights are copied in part.
+
+    Raises:
+        ValueError: if the state reads several texts at once.
+    """
+
+    def __init__(self, state: StreamState) -> None:
+        if state.batch != 1:
+            raise ValueError(f"the state reads {state.batch} texts; a stepper reads one")
+        self.state = state
+        model = state.model
+        self.layers = [
+            LayerStep(block, cache, torch.stack(model.position_biases(layer)))
+            for layer, (block, cache) in enumerate(zip(state.blocks, state.caches, strict=True))
+        ]
+        self.scale = model.config.width**0.5 if model.config.scale_embedding else 1.0
+
+    @torch.inference_mode()
+    def step(self, byte: int) -> Float[Tensor, " 256"]:
+        """Logits of the byte that follows `byte`."""
+        model = self.state.model
+        self.state.position += 1
+        x = model.embedding.weight[byte : byte + 1] * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return model.head(model.final_norm(x))[0]
+
+
+class LayerStep:
+    """One block for one position.
+
+    Args:
+        block: whose weights are used.
+        cache: of the block's layer.
+        biases: Transformer-XL's u and v of the layer.
+    """
+
+    def __init__(self, block: Block, cache: LayerCache, biases: Float[Tensor, "2 H D"]) -> None:
+        attention = block.attention
+        parts = (attention.q, attention.k, attention.v)
+        self.block = block
+        self.cache = cache
+        self.biases = biases
+        self.weight = torch.cat([part.weight for part in parts])
+        self.bias = (
+            torch.cat([part.bias for part in parts]) if attention.q.bias is not None else None
+        )
+        self.window = attention.band.window
+        # Runs of neighbouring heads with one stride; r from the farthest distance to the nearest,
+        # as the keys lie.
+        self.runs = []
+        backwards = cache.distance_keys.flip(1)
+        for stride, run in groupby(enumerate(attention.band.strides), lambda item: item[1]):
+            heads = [head for head, _ in run]
+            inside = slice(heads[0], heads[-1] + 1)
+            self.runs.append((stride, inside, backwards[inside]))
+
+    def __call__(self, x: Float[Tensor, "1 M"]) -> Float[Tensor, "1 M"]:
+        """The block's output at the new position."""
+        block = self.block
+        x = x + _linear(block.attention.o, self._attend(_norm(block.attention_norm, x)))
+        hidden = F.gelu(_linear(block.inner, _norm(block.feedforward_norm, x)))
+        return x + _linear(block.outer, hidden)
+
+    def _attend(self, x: Float[Tensor, "1 M"]) -> Float[Tensor, "1 M"]:
+        _, heads, width = self.biases.shape
+        q, k, v = F.linear(x, self.weight, self.bias).view(3, heads, width)
+        keys, values = self.cache.extend(k[None, None], v[None, None])
+        content, position = ((q + self.biases) * width**-0.5)[..., None]
+        newest = keys.shape[1] - 1
+        out = torch.empty_like(q)[:, None]
+        for stride, inside, r in self.runs:
+            farthest = min(self.window, newest // stride)
+            seen = slice(newest - farthest * stride, None, stride)
+            k_seen = keys[0, seen, inside].transpose(0, 1)  # [h, m, D]
+            v_seen = values[0, seen, inside].transpose(0, 1)
+            scores = torch.bmm(r[:, self.window - farthest :], position[inside])  # [h, m, 1]
+            scores = torch.baddbmm(scores, k_seen, content[inside])
+            torch.bmm(scores.softmax(1).transpose(1, 2), v_seen, out=out[inside])
+        return out.view(1, -1)
+
+
+def _linear(layer: nn.Linear, x: Float[Tensor, "1 inner"]) -> Float[Tensor, "1 outer"]:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def _norm(layer: nn.LayerNorm, x: Float[Tensor, "1 M"]) -> Float[Tensor, "1 M"]:
+    return F.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
