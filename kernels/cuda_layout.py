@@ -5,15 +5,12 @@ Needs no TVM, so that a compiled program can be chosen and launched without it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 THREADS = 256
 SIDE = 16  # the block's threads stand in a square of this side
 WARPS = THREADS // 32
 FLOAT_BYTES = 4
-
-# What a program keeps in an array's place: an offset known now, or a TIR expression.
-Offset = TypeVar("Offset")
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ Nothing here touches a device: `launch` does, or an emulation of one.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,13 +21,9 @@ _ENOUGH_BLOCKS = 512  # some blocks for each multiprocessor of any device, the s
 Argument = Tensor | int | float
 
 
-class Launch(Protocol):
-    """Runs a program on the device."""
-
-    def __call__(
-        self, program: Program, blocks: int, arguments: Mapping[str, Tensor | int | float]
-    ) -> None:
-        """Start the blocks; returns before they end, later launches wait for them."""
+# Starts the blocks of a program on the device; returns before they end, and later launches wait
+# for them. The arguments are those that the program's kernel has, by name, and others.
+Launch = Callable[[Program, int, Mapping[str, Argument]], None]
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,11 @@ class Settings:
             shared_limit=shared_limit,
         )
 
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The names of the programs that a forward and a backward pass take."""
+        return PROGRAMS if self.relative else PROGRAMS[:-1]
+
     def program(self, name: str) -> Program:
         """Return the program to run; `why_not` has found that there is one."""
         program = self._choose(name)
@@ -78,7 +78,7 @@ class Settings:
         """Return None if the programs can run these sizes, else the reason in one line."""
         if self.keys > _MOST_KEYS:
             return f"k has {self.keys} positions; the CUDA kernels' limit is {_MOST_KEYS}"
-        for name in PROGRAMS if self.relative else PROGRAMS[:-1]:
+        for name in self.programs:
             program = self._choose(name)
             if program is None:
                 return (
@@ -119,9 +119,7 @@ class Settings:
         )
 
 
-def run_forward(
-    settings: Settings, inputs: list[Tensor], launch: Launch
-) -> tuple[Tensor, Tensor]:
+def run_forward(settings: Settings, inputs: list[Tensor], launch: Launch) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp (base 2) [batch, heads, queries].
 
     `inputs` are q, k, v and, with relative terms, r, content bias, position bias; contiguous.

@@ -1,11 +1,16 @@
 """A CUDA program as the host sees it: its name, its sizes and its kernel's parameters."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kernels.cuda_layout import (
     FLOAT_BYTES,
+    DistanceMemory,
+    ForwardMemory,
+    KeyMemory,
+    QueryMemory,
     Tile,
     plan_distances,
     plan_forward,
@@ -13,7 +18,8 @@ from kernels.cuda_layout import (
     plan_queries,
 )
 
-_PLANS = {
+_Memory = ForwardMemory | QueryMemory | KeyMemory | DistanceMemory
+_PLANS: dict[str, Callable[[Tile], _Memory]] = {
     "forward": plan_forward,
     "backward_queries": plan_queries,
     "backward_keys": plan_keys,

@@ -13,7 +13,6 @@ of r and of the position bias have their own program (tvm_cuda_distances.py).
 
 from typing import NamedTuple
 
-from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer
 
@@ -23,9 +22,9 @@ from kernels.tvm_cuda_band import (
     Vertical,
     Work,
     declare_problem,
+    find_scores,
     kept,
     row_keys,
-    start_scores,
     tile_distances,
     warp_sees,
 )
@@ -33,6 +32,7 @@ from kernels.tvm_cuda_forward import key_tiles, query_tile, seen_columns, thread
 from kernels.tvm_cuda_products import add_weighted, dot_rows
 from kernels.tvm_cuda_tiles import (
     Block,
+    Value,
     across,
     array,
     at,
@@ -53,13 +53,13 @@ LN_2 = 0.6931471805599453  # the left side of the scores holds log2(e)
 class Rows(NamedTuple):
     """What the backward knows of a thread's rows, one entry per row."""
 
-    log_sums: list[Expr]
-    dots: list[Expr]  # do . o
-    limits: list[Expr]  # the greatest distance that is seen; -1 for a row past the end
-    keys: list[Expr]  # for dropout
+    log_sums: list[Value]
+    dots: list[Value]  # do . o
+    limits: list[Value]  # the greatest distance that is seen; -1 for a row past the end
+    keys: list[Value]  # for dropout
 
 
-def query_rows(work: Work, steps: list[Expr], log_sums: Buffer, dots: list[Expr]) -> Rows:
+def query_rows(work: Work, steps: list[Value], log_sums: Buffer, dots: list[Value]) -> Rows:
     """Return what is known of the queries at a thread's steps."""
     limits = [T.Select(step < work.steps.stop, work.problem.window, -1) for step in steps]
     return Rows(
@@ -120,7 +120,7 @@ def backward_queries(tile: Tile) -> None:
                     T.buffer_store(dots, own_dots[i], [work.statistic(step)])
 
 
-def _dot_output(work: Work, grad: Panel, i: int, step: Expr, out: Buffer) -> Expr:
+def _dot_output(work: Work, grad: Panel, i: int, step: Value, out: Buffer) -> Value:
     """Return do . o of a thread's row i."""
     tile, block = work.tile, work.block
     ours, theirs = registers(tile.width), registers(tile.width)
@@ -133,7 +133,7 @@ def _dot_output(work: Work, grad: Panel, i: int, step: Expr, out: Buffer) -> Exp
 
 
 def _add_query_slopes(
-    work: Work, memory: QueryMemory, rows: Rows, sums: Buffer, column: Expr
+    work: Work, memory: QueryMemory, rows: Rows, sums: Buffer, column: Value
 ) -> None:
     """Add what a tile of keys gives to dq."""
     tile, block, problem = work.tile, work.block, work.problem
@@ -147,10 +147,9 @@ def _add_query_slopes(
     scores, slopes = (registers(tile.rows * tile.columns) for _ in range(2))
     barrier()
     with T.If(warp_sees(block, base, problem.window)), T.Then():
-        start_scores(block, scores, memory.biases)
-        dot_rows(block, scores, memory.q, memory.k, memory.window)
+        find_scores(block, memory, scores, slopes)
         fill(slopes, tile.rows * tile.columns, 0)
-        dot_rows(block, slopes, memory.grad, memory.v, None)
+        dot_rows(block, slopes, memory.grad, memory.v)
         find_slopes(work, rows, scores, slopes, tile_distances(block, base))
     barrier()
     with T.If(warp_sees(block, base, problem.window)), T.Then():

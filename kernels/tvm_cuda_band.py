@@ -9,14 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer
 
 from kernels import tvm_random
-from kernels.cuda_layout import THREADS, Panel, Tile
+from kernels.cuda_layout import (
+    THREADS,
+    ForwardMemory,
+    KeyMemory,
+    Panel,
+    QueryMemory,
+    Tile,
+)
+from kernels.tvm_cuda_products import dot_diagonals, dot_rows
 from kernels.tvm_cuda_tiles import (
     Block,
+    Value,
+    add,
     array,
     ceil_div,
     fill,
@@ -38,7 +47,7 @@ class Problem:
     `factor` is scale * log2(e): scores are in base 2. `size` stands for the sizes of all arrays.
     """
 
-    size: Expr
+    size: Value
     q: Buffer
     k: Buffer
     v: Buffer
@@ -46,18 +55,18 @@ class Problem:
     content: Buffer
     bias: Buffer
     strides: Buffer
-    heads: Expr
-    queries: Expr
-    keys: Expr
-    window: Expr
-    factor: Expr
-    seed_low: Expr
-    seed_high: Expr
-    threshold: Expr
-    keep_scale: Expr
+    heads: Value
+    queries: Value
+    keys: Value
+    window: Value
+    factor: Value
+    seed_low: Value
+    seed_high: Value
+    threshold: Value
+    keep_scale: Value
 
     @property
-    def offset(self) -> Expr:
+    def offset(self) -> Value:
         """The position of the first query."""
         return self.keys - self.queries
 
@@ -81,13 +90,13 @@ def declare_problem() -> Problem:
 class Stream(NamedTuple):
     """One head of one sequence: number = batch index * heads + head."""
 
-    number: Expr
-    batch: Expr
-    head: Expr
-    stride: Expr
+    number: Value
+    batch: Value
+    head: Value
+    stride: Value
 
 
-def locate_stream(problem: Problem, number: Expr) -> Stream:
+def locate_stream(problem: Problem, number: Value) -> Stream:
     """Return the stream of a number in [0, batch * heads)."""
     batch = hold(T.truncdiv(number, problem.heads))
     head = hold(number - batch * problem.heads)
@@ -97,23 +106,23 @@ def locate_stream(problem: Problem, number: Expr) -> Stream:
 class Steps(NamedTuple):
     """Steps of one residue class: a tile's are those from `first` on, before `stop`."""
 
-    residue: Expr
-    stride: Expr
-    first: Expr
-    stop: Expr
+    residue: Value
+    stride: Value
+    first: Value
+    stop: Value
 
-    def position(self, step: Expr) -> Expr:
+    def position(self, step: Value) -> Value:
         """Return the absolute position of a step; beyond the class, of its nearest one."""
         inside = T.max(T.min(step, self.stop - 1), 0)
         return self.residue + self.stride * inside
 
 
-def ceil_steps(position: Expr, residue: Expr, stride: Expr) -> Expr:
+def ceil_steps(position: Value, residue: Value, stride: Value) -> Value:
     """Return the number of steps of a residue class that stand before a position."""
     return T.truncdiv(position + stride - 1 - residue, stride)
 
 
-def locate_steps(stride: Expr, start: Expr, stop: Expr, size: int, tile: Expr) -> Steps:
+def locate_steps(stride: Value, start: Value, stop: Value, size: int, tile: Value) -> Steps:
     """Return one tile of a head's positions [start, stop), counted class after class.
 
     A number past the last class, which blocks of a head with a small stride have, has no steps.
@@ -144,35 +153,35 @@ class Work:
         """What the program is built for."""
         return self.block.tile
 
-    def query_row(self, step: Expr) -> Expr:
+    def query_row(self, step: Value) -> Value:
         """Return the row of q [batch * queries * heads, dim] of a step."""
         row = T.max(self.steps.position(step) - self.problem.offset, 0)
         row = wide(self.stream.batch) * wide(self.problem.queries) + wide(row)
         return row * wide(self.problem.heads) + wide(self.stream.head)
 
-    def key_row(self, step: Expr) -> Expr:
+    def key_row(self, step: Value) -> Value:
         """Return the row of k [batch * keys * heads, dim] of a step."""
         row = wide(self.stream.batch) * wide(self.problem.keys) + wide(self.steps.position(step))
         return row * wide(self.problem.heads) + wide(self.stream.head)
 
-    def statistic(self, step: Expr) -> Expr:
+    def statistic(self, step: Value) -> Value:
         """Return the place of a query's number in an array [batch, heads, queries]."""
         row = T.max(self.steps.position(step) - self.problem.offset, 0)
         return wide(self.stream.number) * wide(self.problem.queries) + wide(row)
 
-    def distance_row(self, delta: Expr) -> Expr:
+    def distance_row(self, delta: Value) -> Value:
         """Return the row of r [heads * (window + 1), dim] of the distance nearest to delta."""
         inside = T.max(T.min(delta, self.problem.window), 0)
         return wide(self.stream.head) * wide(self.problem.window + 1) + wide(inside)
 
-    def load_queries(self, panel: Panel, source: Buffer, first: Expr) -> None:
+    def load_queries(self, panel: Panel, source: Buffer, first: Value) -> None:
         """Copy rows of an array like q, from step `first` on."""
         load_panel(self.block, panel, source, lambda row: self.query_row(first + row))
 
-    def load_scaled_queries(self, panel: Panel, first: Expr) -> None:
+    def load_scaled_queries(self, panel: Panel, first: Value) -> None:
         """Copy rows of q as the left side of the scores: (q + content bias) * factor."""
 
-        def change(vector: Expr, chunk: Expr) -> Expr:
+        def change(vector: Value, chunk: Value) -> Value:
             if self.tile.relative:
                 bias = wide(self.stream.head) * (self.tile.dim // 4) + wide(chunk)
                 vector = vector + self.problem.content[bias]
@@ -181,15 +190,15 @@ class Work:
         row_at = lambda row: self.query_row(first + row)  # noqa: E731
         load_panel(self.block, panel, self.problem.q, row_at, change)
 
-    def load_keys(self, panel: Panel, source: Buffer, first: Expr) -> None:
+    def load_keys(self, panel: Panel, source: Buffer, first: Value) -> None:
         """Copy rows of an array like k, from step `first` on."""
         load_panel(self.block, panel, source, lambda row: self.key_row(first + row))
 
-    def load_distances(self, panel: Panel, first: Expr) -> None:
+    def load_distances(self, panel: Panel, first: Value) -> None:
         """Copy rows of r, from distance `first` on."""
         load_panel(self.block, panel, self.problem.r, lambda row: self.distance_row(first + row))
 
-    def load_biases(self, start: int, count: int, first: Expr) -> None:
+    def load_biases(self, start: int, count: int, first: Value) -> None:
         """Copy biases, from distance `first` on, to shared memory from float `start` on."""
         for i in range(0, count, THREADS):
             item = self.block.thread + i
@@ -201,9 +210,9 @@ class Work:
 class Diagonal(NamedTuple):
     """The distances of a tile: row i and column j of a thread are `first` + i - j apart."""
 
-    first: Expr
+    first: Value
 
-    def delta(self, i: int, j: int) -> Expr:
+    def delta(self, i: int, j: int) -> Value:
         """Return the distance of a thread's row and column."""
         return self.first + (i - j)
 
@@ -211,38 +220,48 @@ class Diagonal(NamedTuple):
 class Vertical(NamedTuple):
     """The distances of a tile whose columns are distances: `first` + j in column j."""
 
-    first: Expr
+    first: Value
 
-    def delta(self, i: int, j: int) -> Expr:
+    def delta(self, i: int, j: int) -> Value:
         """Return the distance that a thread's column stands for."""
         return self.first + j
 
 
-def tile_distances(block: Block, base: Expr) -> Diagonal:
+def tile_distances(block: Block, base: Value) -> Diagonal:
     """Return a thread's distances, given that of the tile's first row and first column."""
     return Diagonal(hold(base + block.first_row - block.first_column))
 
 
-def warp_sees(block: Block, base: Expr, window: Expr) -> Expr:
+def warp_sees(block: Block, base: Value, window: Value) -> Value:
     """Return whether any place of a warp's part of a tile lies in the band."""
     last = hold(base + block.warp_row + (block.tile.warp_rows - 1))
     span_ = block.tile.warp_rows + block.tile.block_columns - 2
     return T.And(last >= 0, last - span_ <= window)
 
 
-def start_scores(block: Block, scores: Buffer, biases: int | None) -> None:
-    """Set a thread's tile to the biases of its diagonals, or to zero without relative terms."""
+def find_scores(
+    block: Block, memory: ForwardMemory | QueryMemory | KeyMemory, scores: Buffer, spare: Buffer
+) -> None:
+    """Set a thread's tile to its scores; `spare` is another tile of registers.
+
+    Products with keys and with distances are summed apart and added in the end: sums half as long
+    lose less to rounding.
+    """
     tile = block.tile
-    if biases is None:
-        fill(scores, tile.rows * tile.columns, 0)
+    fill(scores, tile.rows * tile.columns, 0)
+    dot_rows(block, scores, memory.q, memory.k)
+    if memory.window is None or memory.biases is None:
         return
-    middle = block.first_row - block.first_column + (biases + tile.block_columns)
-    diagonals = {d: T.bind(block.shared[middle + d]) for d in range(1 - tile.columns, tile.rows)}
+    middle = block.first_row - block.first_column + (memory.biases + tile.block_columns)
+    biases = {d: T.bind(block.shared[middle + d]) for d in range(1 - tile.columns, tile.rows)}
     for i, j, n in tile.places():
-        T.buffer_store(scores, diagonals[i - j], [n])
+        T.buffer_store(spare, biases[i - j], [n])
+    dot_diagonals(block, spare, memory.q, memory.window)
+    for _, _, n in tile.places():
+        add(scores, n, spare[n])
 
 
-def row_keys(work: Work, steps: Sequence[Expr]) -> list[Expr]:
+def row_keys(work: Work, steps: Sequence[Value]) -> list[Value]:
     """Return the dropout keys of a thread's rows (kernels/dropout.py), none without dropout."""
     if not work.tile.dropout:
         return []
@@ -253,7 +272,7 @@ def row_keys(work: Work, steps: Sequence[Expr]) -> list[Expr]:
     ]
 
 
-def kept(work: Work, row_key: Expr, delta: Expr) -> Expr:
+def kept(work: Work, row_key: Value, delta: Value) -> Value:
     """Return what dropout multiplies a weight by: 1 / (1 - dropout), or 0."""
     keep = tvm_random.keep(row_key, delta, work.problem.threshold, scope=_CELLS)
     return T.Select(keep, work.problem.keep_scale, T.float32(0))

@@ -8,7 +8,6 @@ afterwards, always in the same order.
 
 from typing import NamedTuple
 
-from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer
 
@@ -23,9 +22,10 @@ from kernels.tvm_cuda_band import (
     ceil_steps,
     declare_problem,
 )
-from kernels.tvm_cuda_products import add_transposed, dot_rows
+from kernels.tvm_cuda_products import add_transposed, dot_diagonals, dot_rows
 from kernels.tvm_cuda_tiles import (
     Block,
+    Value,
     add,
     array,
     barrier,
@@ -44,13 +44,13 @@ from kernels.tvm_cuda_tiles import (
 class _Place(NamedTuple):
     """Where a block works: its head, its first distance, and its part of the queries' tiles."""
 
-    head: Expr
-    stride: Expr
-    delta: Expr
-    part: Expr
-    tiles: Expr  # tiles of queries in each residue class
-    first: Expr
-    count: Expr
+    head: Value
+    stride: Value
+    delta: Value
+    part: Value
+    tiles: Value  # tiles of queries in each residue class
+    first: Value
+    turns: Value
 
 
 def backward_distances(tile: Tile) -> None:
@@ -77,7 +77,7 @@ def backward_distances(tile: Tile) -> None:
         _load_distances(block, memory.r, problem, place)
         biases = _own_biases(block, problem, place)
         dr_sums, columns = filled(tile.columns * tile.width), filled(tile.columns)
-        with T.serial(0, place.count) as turn:
+        with T.serial(0, place.turns) as turn:
             work = _query_tile(block, problem, place, hold(place.first + turn))
             work.load_scaled_queries(memory.q, work.steps.first)
             work.load_queries(memory.grad, grad, work.steps.first)
@@ -87,7 +87,7 @@ def backward_distances(tile: Tile) -> None:
 
 
 def _locate(
-    problem: Problem, tile: Tile, index: Expr, batch: Expr, parts: Expr, tiles: Expr
+    problem: Problem, tile: Tile, index: Value, batch: Value, parts: Value, tiles: Value
 ) -> _Place:
     row = hold(T.truncdiv(index, tiles))
     part = hold(T.truncdiv(row, problem.heads))
@@ -101,11 +101,11 @@ def _locate(
     every = hold(batch * stride * each)
     share = hold(ceil_div(every, parts))
     first = hold(part * share)
-    count = hold(T.max(T.min(share, every - first), 0))
-    return _Place(head, stride, delta, part, each, first, count)
+    turns = hold(T.max(T.min(share, every - first), 0))
+    return _Place(head, stride, delta, part, each, first, turns)
 
 
-def _query_tile(block: Block, problem: Problem, place: _Place, number: Expr) -> Work:
+def _query_tile(block: Block, problem: Problem, place: _Place, number: Value) -> Work:
     """Return one tile of queries that see the block's first distance."""
     row = hold(T.truncdiv(number, place.tiles))
     batch = hold(T.truncdiv(row, place.stride))
@@ -121,7 +121,7 @@ def _query_tile(block: Block, problem: Problem, place: _Place, number: Expr) -> 
     return Work(block, problem, stream, steps)
 
 
-def _distance_row(problem: Problem, place: _Place, column: Expr) -> Expr:
+def _distance_row(problem: Problem, place: _Place, column: Value) -> Value:
     """Return the row of r [heads * (window + 1), dim] of a column, or of the last one."""
     delta = T.min(place.delta + column, problem.window)
     return wide(place.head) * wide(problem.window + 1) + wide(delta)
@@ -131,7 +131,7 @@ def _load_distances(block: Block, panel: Panel, problem: Problem, place: _Place)
     load_panel(block, panel, problem.r, lambda row: _distance_row(problem, place, row))
 
 
-def _own_biases(block: Block, problem: Problem, place: _Place) -> list[Expr]:
+def _own_biases(block: Block, problem: Problem, place: _Place) -> list[Value]:
     """Return the biases of a thread's columns."""
     columns = [block.first_column + j for j in range(block.tile.columns)]
     return [T.bind(problem.bias[_distance_row(problem, place, column)]) for column in columns]
@@ -141,7 +141,7 @@ def _add_slopes(
     work: Work,
     memory: DistanceMemory,
     place: _Place,
-    biases: list[Expr],
+    biases: list[Value],
     statistics: tuple[Buffer, Buffer],
     sums: tuple[Buffer, Buffer],
 ) -> None:
@@ -155,12 +155,16 @@ def _add_slopes(
     barrier()
     for _, j, n in tile.places():
         T.buffer_store(scores, biases[j], [n])
-    dot_rows(block, scores, memory.q, memory.r, memory.window)
+    dot_rows(block, scores, memory.q, memory.r)
+    fill(slopes, tile.rows * tile.columns, 0)
+    dot_diagonals(block, slopes, memory.q, memory.window)
+    for _, _, n in tile.places():
+        add(scores, n, slopes[n])
     barrier()
     work.load_keys(memory.window, problem.v, key)
     barrier()
     fill(slopes, tile.rows * tile.columns, 0)
-    dot_rows(block, slopes, memory.grad, None, memory.window)
+    dot_diagonals(block, slopes, memory.grad, memory.window)
     steps = [hold(work.steps.first + block.first_row + i) for i in range(tile.rows)]
     rows = query_rows(work, steps, log_sums, [T.bind(dots[work.statistic(s)]) for s in steps])
     limits = [T.min(limit, step) for limit, step in zip(rows.limits, steps, strict=True)]

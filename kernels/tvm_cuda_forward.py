@@ -7,7 +7,6 @@ maximum and sum per query; no score leaves the chip. Besides the output it write
 
 from typing import NamedTuple
 
-from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer
 
@@ -17,17 +16,18 @@ from kernels.tvm_cuda_band import (
     Problem,
     Work,
     declare_problem,
+    find_scores,
     kept,
     locate_steps,
     locate_stream,
     row_keys,
-    start_scores,
     tile_distances,
     warp_sees,
 )
-from kernels.tvm_cuda_products import add_weighted, dot_rows
+from kernels.tvm_cuda_products import add_weighted
 from kernels.tvm_cuda_tiles import (
     Block,
+    Value,
     across,
     add,
     array,
@@ -88,7 +88,7 @@ def forward(tile: Tile) -> None:
             _finish_row(work, softmax, i, step, (out, log_sums))
 
 
-def query_tile(block: Block, problem: Problem, index: Expr, tiles: Expr) -> Work:
+def query_tile(block: Block, problem: Problem, index: Value, tiles: Value) -> Work:
     """Return the place of a block that works on a tile of queries."""
     number = hold(T.truncdiv(index, tiles))
     stream = locate_stream(problem, number)
@@ -98,13 +98,13 @@ def query_tile(block: Block, problem: Problem, index: Expr, tiles: Expr) -> Work
     return Work(block, problem, stream, steps)
 
 
-def thread_steps(work: Work) -> list[Expr]:
+def thread_steps(work: Work) -> list[Value]:
     """Return the steps of a thread's rows in a tile of queries."""
     first = hold(work.steps.first + work.block.first_row)
     return [first + i for i in range(work.tile.rows)]
 
 
-def key_tiles(work: Work) -> tuple[Expr, Expr]:
+def key_tiles(work: Work) -> tuple[Value, Value]:
     """Return the first key that a tile of queries sees, and the number of tiles of keys."""
     steps, tile = work.steps, work.tile
     first = hold(T.max(steps.first - work.problem.window, 0))
@@ -113,14 +113,14 @@ def key_tiles(work: Work) -> tuple[Expr, Expr]:
     return first, hold(T.Select(steps.first < steps.stop, count, 0))
 
 
-def seen_columns(block: Block, base: Expr, window: Expr) -> tuple[Expr, Expr]:
+def seen_columns(block: Block, base: Value, window: Value) -> tuple[Value, Value]:
     """Return the columns of a tile that a warp's rows see, in groups of four: first and stop."""
     first = T.max(base + block.warp_row - window, 0)
     stop = T.min(base + block.warp_row + block.tile.warp_rows, block.tile.block_columns)
     return hold(T.truncdiv(first, 4)), hold(ceil_div(stop, 4))
 
 
-def _load_columns(work: Work, memory: ForwardMemory, column: Expr, base: Expr) -> None:
+def _load_columns(work: Work, memory: ForwardMemory, column: Value, base: Value) -> None:
     work.load_keys(memory.k, work.problem.k, column)
     work.load_keys(memory.v, work.problem.v, column)
     if memory.window is not None and memory.biases is not None:
@@ -130,13 +130,12 @@ def _load_columns(work: Work, memory: ForwardMemory, column: Expr, base: Expr) -
 
 
 def _add_columns(
-    work: Work, memory: ForwardMemory, softmax: _Softmax, keys: list[Expr], base: Expr
+    work: Work, memory: ForwardMemory, softmax: _Softmax, keys: list[Value], base: Value
 ) -> None:
     """Take a tile of keys into the running softmax of a warp's queries."""
     block, window = work.block, work.problem.window
-    scores = registers(work.tile.rows * work.tile.columns)
-    start_scores(block, scores, memory.biases)
-    dot_rows(block, scores, memory.q, memory.k, memory.window)
+    scores, spare = (registers(work.tile.rows * work.tile.columns) for _ in range(2))
+    find_scores(block, memory, scores, spare)
     distances = tile_distances(block, base)
     for i in range(work.tile.rows):
         _weigh_row(work, softmax, scores, i, distances)
@@ -172,7 +171,7 @@ def _weigh_row(work: Work, softmax: _Softmax, scores: Buffer, i: int, distances:
 
 
 def _finish_row(
-    work: Work, softmax: _Softmax, i: int, step: Expr, targets: tuple[Buffer, Buffer]
+    work: Work, softmax: _Softmax, i: int, step: Value, targets: tuple[Buffer, Buffer]
 ) -> None:
     """Write the output and the log-sum-exp of a thread's row i."""
     out, log_sums = targets

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer
 
@@ -12,15 +11,16 @@ from kernels.tvm_cuda_band import (
     Work,
     ceil_steps,
     declare_problem,
+    find_scores,
     locate_steps,
     locate_stream,
-    start_scores,
     tile_distances,
     warp_sees,
 )
 from kernels.tvm_cuda_products import add_transposed, dot_rows
 from kernels.tvm_cuda_tiles import (
     Block,
+    Value,
     add,
     array,
     at_row,
@@ -88,7 +88,7 @@ class _KeySums(NamedTuple):
     columns: Buffer
 
 
-def _query_tiles(work: Work) -> tuple[Expr, Expr]:
+def _query_tiles(work: Work) -> tuple[Value, Value]:
     """Return the first query that sees a tile of keys, and the number of tiles of queries."""
     steps, tile, problem = work.steps, work.tile, work.problem
     start = ceil_steps(problem.offset, steps.residue, steps.stride)
@@ -99,7 +99,7 @@ def _query_tiles(work: Work) -> tuple[Expr, Expr]:
 
 
 def _add_key_slopes(
-    work: Work, memory: KeyMemory, sums: _KeySums, row: Expr, statistics: tuple[Buffer, Buffer]
+    work: Work, memory: KeyMemory, sums: _KeySums, row: Value, statistics: tuple[Buffer, Buffer]
 ) -> None:
     """Add what a tile of queries, whose first step is `row`, gives to dk and dv."""
     tile, block, problem = work.tile, work.block, work.problem
@@ -116,10 +116,9 @@ def _add_key_slopes(
             log_sums, dots = statistics
             own_dots = [T.bind(dots[work.statistic(step)]) for step in steps]
             rows = query_rows(work, steps, log_sums, own_dots)
-            start_scores(block, scores, memory.biases)
-            dot_rows(block, scores, memory.q, memory.k, memory.window)
+            find_scores(block, memory, scores, slopes)
             fill(slopes, tile.rows * tile.columns, 0)
-            dot_rows(block, slopes, memory.grad, memory.v, None)
+            dot_rows(block, slopes, memory.grad, memory.v)
             find_slopes(work, rows, scores, slopes, tile_distances(block, base))
         with T.Else():
             fill(scores, tile.rows * tile.columns, 0)
@@ -136,7 +135,7 @@ def _add_key_slopes(
     barrier()
 
 
-def _seen_rows(block: Block, base: Expr, window: Expr) -> tuple[Expr, Expr]:
+def _seen_rows(block: Block, base: Value, window: Value) -> tuple[Value, Value]:
     """Return the rows of a tile that see a warp's columns, in groups of four: first and stop."""
     columns = 2 * block.tile.columns
     column = T.truncdiv(block.thread, 32) * columns
@@ -146,7 +145,7 @@ def _seen_rows(block: Block, base: Expr, window: Expr) -> tuple[Expr, Expr]:
 
 
 def _write_content(
-    work: Work, memory: KeyMemory, columns: Buffer, index: Expr, target: Buffer
+    work: Work, memory: KeyMemory, columns: Buffer, index: Value, target: Buffer
 ) -> None:
     """Write the sum over a block's keys of a key times the sum of its slopes."""
     tile, block = work.tile, work.block

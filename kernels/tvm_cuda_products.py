@@ -7,40 +7,43 @@ window of keys); nothing is skewed or copied, and nothing outside the tile is co
 
 from collections.abc import Iterator
 
-from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer
 
 from kernels.cuda_layout import Panel, Tile
-from kernels.tvm_cuda_tiles import Block, add, at, registers
+from kernels.tvm_cuda_tiles import Block, Value, add, at, registers
 
 
-def dot_rows(
-    block: Block, out: Buffer, left: Panel, right: Panel | None, window: Panel | None
-) -> None:
-    """Add the dot products of a thread's rows of `left` to its tile.
-
-    out[i, j] += left[row i] . (right[column j] + window[row i - column j + block_columns])
-    """
+def dot_rows(block: Block, out: Buffer, left: Panel, right: Panel) -> None:
+    """Add the dot products of a thread's rows of two panels: out[i, j] += left[i] . right[j]."""
     tile = block.tile
-    lefts = registers(tile.rows * 4)
+    lefts, rights = registers(tile.rows * 4), registers(tile.columns * 4)
     with T.serial(0, tile.dim // 4) as chunk:
         for i in range(tile.rows):
             block.read(lefts, 4 * i, at(left, block.y, i, chunk * 4), 4)
-        if right is not None:
-            rights = registers(tile.columns * 4)
-            for j in range(tile.columns):
-                block.read(rights, 4 * j, at(right, block.x, j, chunk * 4), 4)
-            for i, j, n in _products(tile):
-                add(out, i * tile.columns + j, lefts[4 * i + n] * rights[4 * j + n])
-        if window is not None:
-            diagonals = registers((tile.rows + tile.columns - 1) * 4)
-            for d in range(1 - tile.columns, tile.rows):
-                place = at(window, _first_diagonal(block), d, chunk * 4)
-                block.read(diagonals, 4 * (d + tile.columns - 1), place, 4)
-            for i, j, n in _products(tile):
-                diagonal = diagonals[4 * (i - j + tile.columns - 1) + n]
-                add(out, i * tile.columns + j, lefts[4 * i + n] * diagonal)
+        for j in range(tile.columns):
+            block.read(rights, 4 * j, at(right, block.x, j, chunk * 4), 4)
+        for i, j, n in _products(tile):
+            add(out, i * tile.columns + j, lefts[4 * i + n] * rights[4 * j + n])
+
+
+def dot_diagonals(block: Block, out: Buffer, left: Panel, window: Panel) -> None:
+    """Add the dot products of a thread's rows and the window's rows on its diagonals.
+
+    out[i, j] += left[row i] . window[row i - column j + block_columns]
+    """
+    tile = block.tile
+    lefts = registers(tile.rows * 4)
+    diagonals = registers((tile.rows + tile.columns - 1) * 4)
+    with T.serial(0, tile.dim // 4) as chunk:
+        for i in range(tile.rows):
+            block.read(lefts, 4 * i, at(left, block.y, i, chunk * 4), 4)
+        for d in range(1 - tile.columns, tile.rows):
+            place = at(window, _first_diagonal(block), d, chunk * 4)
+            block.read(diagonals, 4 * (d + tile.columns - 1), place, 4)
+        for i, j, n in _products(tile):
+            diagonal = diagonals[4 * (i - j + tile.columns - 1) + n]
+            add(out, i * tile.columns + j, lefts[4 * i + n] * diagonal)
 
 
 def add_weighted(
@@ -49,7 +52,7 @@ def add_weighted(
     weights: Panel,
     values: Panel,
     window: Panel | None,
-    fours: tuple[Expr, Expr],
+    fours: tuple[Value, Value],
 ) -> None:
     """Add rows of `values`, and of a window along the diagonals, by a tile of weights.
 
@@ -89,7 +92,7 @@ def add_weighted(
 
 
 def add_transposed(
-    block: Block, out: Buffer, weights: Panel, values: Panel, fours: tuple[Expr, Expr]
+    block: Block, out: Buffer, weights: Panel, values: Panel, fours: tuple[Value, Value]
 ) -> None:
     """Add rows of `values` by the transpose of a tile of weights.
 
@@ -115,14 +118,14 @@ def _products(tile: Tile) -> Iterator[tuple[int, int, int]]:
     return ((i, j, n) for n in range(4) for i in range(tile.rows) for j in range(tile.columns))
 
 
-def _first_diagonal(block: Block) -> Expr:
+def _first_diagonal(block: Block) -> Value:
     """Return the group of window rows in which the thread's first row and column meet."""
     tile = block.tile
     rows, columns = tile.rows // tile.group, tile.columns // tile.group
     return block.y * rows - block.x * columns + tile.block_columns // tile.group
 
 
-def _read_diagonal(block: Block, target: Buffer, window: Panel, four: Expr, d: int) -> None:
+def _read_diagonal(block: Block, target: Buffer, window: Panel, four: Value, d: int) -> None:
     """Read the window's row for the thread's first row + d and the column 4 * four."""
     tile = block.tile
     group = block.y * (tile.rows // tile.group) - four * (4 // tile.group)
@@ -132,7 +135,7 @@ def _read_diagonal(block: Block, target: Buffer, window: Panel, four: Expr, d: i
         block.read(target, (d + 3) * tile.width + register, place, tile.lanes)
 
 
-def _read_row(block: Block, target: Buffer, values: Panel, four: Expr, n: int) -> None:
+def _read_row(block: Block, target: Buffer, values: Panel, four: Value, n: int) -> None:
     """Read the thread's columns of row 4 * four + n."""
     for register, column in block.pieces():
         place = at(values, four * (4 // values.group), n, column)

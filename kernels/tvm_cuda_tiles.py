@@ -7,6 +7,7 @@ beyond it.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
@@ -15,51 +16,53 @@ from tvm.tirx import Buffer
 
 from kernels.cuda_layout import SIDE, THREADS, WARPS, Panel, Tile
 
+Value: TypeAlias = Expr | int  # an expression, or a number that is known at build time
+
 
 @dataclass(frozen=True)
 class Block:
     """The threads of a block and its shared memory."""
 
     tile: Tile
-    thread: Expr
+    thread: Value
     shared: Buffer
 
     @property
-    def x(self) -> Expr:
+    def x(self) -> Value:
         """The thread's place in its row of threads."""
         return T.truncmod(self.thread, SIDE)
 
     @property
-    def y(self) -> Expr:
+    def y(self) -> Value:
         """The number of the thread's row of threads."""
         return T.truncdiv(self.thread, SIDE)
 
     @property
-    def warp_row(self) -> Expr:
+    def warp_row(self) -> Value:
         """The first row of the warp's part of the tile."""
         return T.truncdiv(self.thread, 32) * self.tile.warp_rows
 
     @property
-    def first_row(self) -> Expr:
+    def first_row(self) -> Value:
         """The first row of the thread's tile."""
         return self.y * self.tile.rows
 
     @property
-    def first_column(self) -> Expr:
+    def first_column(self) -> Value:
         """The first column of the thread's tile."""
         return self.x * self.tile.columns
 
-    def pieces(self) -> Iterator[tuple[int, Expr]]:
+    def pieces(self) -> Iterator[tuple[int, Value]]:
         """Yield the vectors of an output row that a thread holds: first register, first column."""
         lanes = self.tile.lanes
         for piece in range(self.tile.width // lanes):
             yield piece * lanes, (self.x + SIDE * piece) * lanes
 
-    def read(self, target: Buffer, first: int, place: Expr, lanes: int) -> None:
+    def read(self, target: Buffer, first: int, place: Value, lanes: int) -> None:
         """Copy neighbouring floats of shared memory into registers."""
         unpack(target, first, self.shared[span(place, lanes)], lanes)
 
-    def write(self, source: Buffer, first: int, place: Expr, lanes: int) -> None:
+    def write(self, source: Buffer, first: int, place: Value, lanes: int) -> None:
         """Copy neighbouring registers into shared memory."""
         T.buffer_store(self.shared, pack(source, first, lanes), [span(place, lanes)])
 
@@ -70,7 +73,7 @@ class Block:
             self.write(values, i * columns, at(panel, self.y, i, self.first_column), columns)
 
     def store_row(
-        self, target: Buffer, row: Expr, values: Buffer, first: int, factor: Expr | None
+        self, target: Buffer, row: Value, values: Buffer, first: int, factor: Value | None
     ) -> None:
         """Write the thread's columns of a row of `target` [rows, dim], registers `first` on."""
         lanes = self.tile.lanes
@@ -80,32 +83,32 @@ class Block:
                 vector = vector * (T.broadcast(factor, lanes) if lanes > 1 else factor)
             T.buffer_store(target, vector, [self.place(row, column)])
 
-    def place(self, row: Expr, column: Expr) -> Expr:
+    def place(self, row: Value, column: Value) -> Value:
         """Return the index of one of the thread's vectors in an array [rows, dim]."""
         lanes = self.tile.lanes
         vectors = row * (self.tile.dim // lanes) + wide(T.truncdiv(column, lanes))
         return T.ramp(vectors * lanes, T.int64(1), lanes) if lanes > 1 else vectors
 
 
-def at(panel: Panel, group: Expr, offset: int, column: Expr) -> Expr:
+def at(panel: Panel, group: Value, offset: int, column: Value) -> Value:
     """Return the place of `column` in the panel's row group * panel.group + offset."""
     whole, row = divmod(offset, panel.group)
     fixed = panel.start + whole * panel.pitch + row * panel.width
     return group * panel.pitch + column + fixed
 
 
-def at_row(panel: Panel, row: Expr, column: Expr) -> Expr:
+def at_row(panel: Panel, row: Value, column: Value) -> Value:
     """Return the place of `column` in a row that is known at run time only."""
     group = T.truncdiv(row, panel.group) * panel.pitch
     return group + T.truncmod(row, panel.group) * panel.width + column + panel.start
 
 
-def span(first: Expr, lanes: int) -> Expr:
+def span(first: Value, lanes: int) -> Value:
     """Return the index of `lanes` neighbouring numbers."""
     return T.ramp(first, 1, lanes) if lanes > 1 else first
 
 
-def unpack(target: Buffer, first: int, vector: Expr, lanes: int) -> None:
+def unpack(target: Buffer, first: int, vector: Value, lanes: int) -> None:
     """Store a vector in registers from number `first` on."""
     vector = T.bind(vector)
     for lane in range(lanes):
@@ -113,13 +116,13 @@ def unpack(target: Buffer, first: int, vector: Expr, lanes: int) -> None:
         T.buffer_store(target, value, [first + lane])
 
 
-def pack(source: Buffer, first: int, lanes: int) -> Expr:
+def pack(source: Buffer, first: int, lanes: int) -> Value:
     """Return registers from number `first` on as a vector."""
     values = [source[first + lane] for lane in range(lanes)]
     return T.Shuffle(values, list(range(lanes))) if lanes > 1 else values[0]
 
 
-def array(name: str, size: Expr, dtype: str = "float32") -> Buffer:
+def array(name: str, size: Value, dtype: str = "float32") -> Buffer:
     """Declare a parameter that points to global memory; the CUDA source calls it {name}_ptr."""
     return IRBuilder.name(name, T.match_buffer(T.arg(name, T.handle()), (size,), dtype))
 
@@ -147,17 +150,17 @@ def filled(count: int, value: float = 0.0) -> Buffer:
     return buffer
 
 
-def add(buffer: Buffer, i: int, value: Expr) -> None:
+def add(buffer: Buffer, i: int, value: Value) -> None:
     """Add to one number in registers."""
     T.buffer_store(buffer, buffer[i] + value, [i])
 
 
-def scale(buffer: Buffer, i: int, factor: Expr) -> None:
+def scale(buffer: Buffer, i: int, factor: Value) -> None:
     """Multiply one number in registers."""
     T.buffer_store(buffer, buffer[i] * factor, [i])
 
 
-def hold(value: Expr, dtype: str = "int32") -> Expr:
+def hold(value: Value, dtype: str = "int32") -> Value:
     """Return an integer kept in a register, which TVM's simplifier cannot look into.
 
     Run-time divisions nested into each other would occupy it for minutes.
@@ -167,12 +170,12 @@ def hold(value: Expr, dtype: str = "int32") -> Expr:
     return cell[0]
 
 
-def ceil_div(a: Expr, b: Expr) -> Expr:
+def ceil_div(a: Value, b: Value) -> Value:
     """Return a / b rounded up, for a >= 0 and b >= 1."""
     return T.truncdiv(a + b - 1, b)
 
 
-def wide(value: Expr) -> Expr:
+def wide(value: Value) -> Value:
     """Return a 64-bit index: arrays may have more than 2**31 numbers."""
     return T.cast(value, "int64")
 
@@ -187,20 +190,20 @@ def warp_barrier() -> None:
     T.evaluate(T.call_extern("void", "__syncwarp"))
 
 
-def exchange(value: Expr, distance: int) -> Expr:
+def exchange(value: Value, distance: int) -> Value:
     """Return the number that the thread at lane ^ distance of the warp passes in."""
     every_lane = T.uint32(0xFFFFFFFF)
     return T.tvm_warp_shuffle_xor(every_lane, value, distance, 32, 32)
 
 
-def across(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
+def across(value: Value, combine: Callable[[Value, Value], Value]) -> Value:
     """Return the combination of the numbers of the 16 threads in a row of the block."""
     for distance in (8, 4, 2, 1):
         value = T.bind(combine(value, exchange(value, distance)))
     return value
 
 
-def plus(a: Expr, b: Expr) -> Expr:
+def plus(a: Value, b: Value) -> Value:
     """Return the sum; for `across`."""
     return a + b
 
@@ -230,8 +233,8 @@ def load_panel(
     block: Block,
     panel: Panel,
     source: Buffer,
-    row_at: Callable[[Expr], Expr],
-    change: Callable[[Expr, Expr], Expr] | None = None,
+    row_at: Callable[[Value], Value],
+    change: Callable[[Value, Value], Value] | None = None,
 ) -> None:
     """Copy rows of `source`, seen as vectors of 4 floats, into a panel.
 
@@ -242,7 +245,7 @@ def load_panel(
     chunks = panel.width // 4
     total = panel.rows * chunks
 
-    def copy(item: Expr) -> None:
+    def copy(item: Value) -> None:
         row, chunk = T.truncdiv(item, chunks), T.truncmod(item, chunks)
         vector = source[wide(row_at(row)) * chunks + wide(chunk)]
         vector = vector if change is None else change(vector, chunk)

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import hashlib
-import os
+import mmap
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.cuda_program import Parameter, Program, read_parameters
 
 HEADER = Path(__file__).with_name("cuda_emulation.hpp")
+BUILDS = Path(__file__).resolve().parents[2] / ".pytest_cache" / "longchar" / "emulation"
 OUTPUTS = {
     "forward": {"out", "log_sums"},
     "backward_queries": {"dq", "dots"},
@@ -31,78 +32,88 @@ _FAILURES = {
 }
 _SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "float": ctypes.c_float}
 
+Arguments = Mapping[str, Tensor | int | float]
+
 
 class EmulationError(AssertionError):
     """The program does what no GPU program may."""
 
 
-def launch(program: Program, blocks: int, arguments: Mapping[str, Tensor | int | float]) -> None:
-    """Run a program twice, with different orders of threads, and demand equal bits.
+def missing_compiler() -> str | None:
+    """Return None if the emulation can be compiled here, else the reason."""
+    return None if shutil.which("g++") else "g++ is not installed"
+
+
+def launch(program: Program, blocks: int, arguments: Arguments) -> None:
+    """Run the generated source of a program; see `run_source`."""
+    run_source(cuda_text(program), program, blocks, arguments)
+
+
+def run_source(source: str, program: Program, blocks: int, arguments: Arguments) -> None:
+    """Run a kernel twice, with different orders of threads, and demand equal bits.
 
     Each array stands against a page that may not be touched, after its end in one run and before
-    its start in the other. Outputs and shared memory begin as NaN.
+    its start in the other. Outputs and shared memory begin as NaN, and no NaN may be left.
     """
-    library = compiled(program)
-    parameters = read_parameters(program, cuda_text(program))
-    results = [_run(library, program, parameters, blocks, arguments, order) for order in (0, 1)]
-    for name in OUTPUTS[program.name] & results[0].keys():
-        first, second = (result[name] for result in results)
-        if not np.array_equal(first.view(np.int32), second.view(np.int32)):
+    emulation = compiled(source, program)
+    first, second = (_run_guarded(emulation, blocks, arguments, order) for order in (0, 1))
+    for name in sorted(OUTPUTS[program.name] & first.keys()):
+        if not np.array_equal(first[name].view(np.int32), second[name].view(np.int32)):
             raise EmulationError(f"{program.name}: {name} depends on the order of the threads")
-        if np.isnan(first).any():
+        if np.isnan(first[name]).any():
             raise EmulationError(f"{program.name}: {name} has entries that nothing wrote")
         target = arguments[name]
         assert isinstance(target, Tensor)
-        target.copy_(torch.from_numpy(first).view(target.shape))
+        target.copy_(torch.from_numpy(first[name]).view(target.shape))
 
 
-def _run(
-    library: ctypes.CDLL,
-    program: Program,
-    parameters: tuple[Parameter, ...],
-    blocks: int,
-    arguments: Mapping[str, Tensor | int | float],
-    order: int,
-) -> dict[str, np.ndarray]:
-    arrays: dict[str, tuple[int, np.ndarray]] = {}
-    try:
-        for parameter in parameters:
-            if parameter.pointer:
-                value = arguments[parameter.name]
-                assert isinstance(value, Tensor)
-                blank = parameter.name in OUTPUTS[program.name]
-                arrays[parameter.name] = _guarded_copy(library, value, blank, upper=order == 0)
-        values = [_c_value(p, arguments, {n: a for n, (a, _) in arrays.items()}) for p in parameters]
+class Emulation:
+    """A kernel compiled for the CPU."""
+
+    def __init__(self, library: ctypes.CDLL, program: Program, source: str) -> None:
+        self.library = library
+        self.program = program
+        self.parameters = read_parameters(program, source)
+
+    def run(
+        self, blocks: range, arguments: Arguments, addresses: Mapping[str, int], order: int
+    ) -> None:
+        """Run some blocks; arrays are given by address. Raises EmulationError."""
+        values = [_c_value(parameter, arguments, addresses) for parameter in self.parameters]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        floats = program.shared_bytes // 4
-        status = getattr(library, f"launch_{program.name}")(
-            pointers, 0, blocks, order, ctypes.c_size_t(floats)
-        )
-        if status:
-            raise EmulationError(f"{program.name}: {_FAILURES[status]}")
-        return {name: array.copy() for name, (_, array) in arrays.items()}
+        floats = ctypes.c_size_t(self.program.shared_bytes // 4)
+        run = self.library.run_kernel
+        if status := run(pointers, blocks.start, len(blocks), order, floats):
+            raise EmulationError(f"{self.program.name}: {_FAILURES[status]}")
+
+
+def _run_guarded(
+    emulation: Emulation, blocks: int, arguments: Arguments, order: int
+) -> dict[str, np.ndarray]:
+    library, outputs = emulation.library, OUTPUTS[emulation.program.name]
+    arrays: dict[str, np.ndarray] = {}
+    addresses: dict[str, int] = {}
+    try:
+        for parameter in emulation.parameters:
+            if parameter.pointer:
+                name = parameter.name
+                value = arguments[name]
+                assert isinstance(value, Tensor) and value.is_contiguous()
+                content = value.detach().numpy().reshape(-1)
+                size = ctypes.c_size_t(content.nbytes)
+                addresses[name] = library.guarded_new(size, int(order == 0))
+                memory = (ctypes.c_char * content.nbytes).from_address(addresses[name])
+                arrays[name] = np.frombuffer(memory, dtype=content.dtype)
+                arrays[name][:] = np.nan if name in outputs else content
+        emulation.run(range(blocks), arguments, addresses, order)
+        return {name: array.copy() for name, array in arrays.items()}
     finally:
-        for address, array in arrays.values():
-            library.guarded_free(ctypes.c_void_p(address), ctypes.c_size_t(array.nbytes))
+        for name, array in arrays.items():
+            address, size = ctypes.c_void_p(addresses[name]), ctypes.c_size_t(array.nbytes)
+            library.guarded_free(address, size)
 
 
-def _guarded_copy(
-    library: ctypes.CDLL, value: Tensor, blank: bool, upper: bool
-) -> tuple[int, np.ndarray]:
-    assert value.is_contiguous()
-    source = value.detach().numpy().reshape(-1)
-    address = library.guarded_new(ctypes.c_size_t(source.nbytes), int(upper))
-    memory = (ctypes.c_char * source.nbytes).from_address(address)
-    array = np.frombuffer(memory, dtype=source.dtype)
-    array[:] = np.nan if blank else source
-    return address, array
-
-
-def _c_value(
-    parameter: Parameter,
-    arguments: Mapping[str, Tensor | int | float],
-    addresses: Mapping[str, int],
-) -> Any:
+def _c_value(parameter: Parameter, arguments: Arguments, addresses: Mapping[str, int]) -> Any:
     if parameter.pointer:
         return ctypes.c_void_p(addresses[parameter.name])
     return _SCALARS[parameter.kind](arguments[parameter.name])
@@ -117,42 +128,50 @@ def cuda_text(program: Program) -> str:
 
 
 @functools.cache
-def compiled(program: Program) -> ctypes.CDLL:
-    """Compile a program for the CPU; what was compiled before is found again by its content."""
-    text = f'#include "{HEADER.name}"\n{cuda_text(program)}\n{_launcher(program)}'
-    key = hashlib.sha256(HEADER.read_bytes() + text.encode()).hexdigest()[:24]
-    folder = Path(tempfile.gettempdir()) / f"longchar-emulation-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{key}.so"
+def compiled(source: str, program: Program) -> Emulation:
+    """Compile a kernel for the CPU; what was compiled before is found again by its content."""
+    text = f'#include "{HEADER.name}"\n{source}\n{_launcher(source, program)}'
+    made_of = f"{HEADER.read_text()}{text}{_flags()}"
+    key = hashlib.sha256(made_of.encode()).hexdigest()[:24]
+    path = BUILDS / f"{key}.so"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            source, fresh = Path(work) / "kernel.cpp", Path(work) / "kernel.so"
-            source.write_text(text)
-            flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-            command = ["g++", *flags, "-I", str(HEADER.parent), str(source), "-o", str(fresh)]
+        BUILDS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILDS) as work:
+            file, fresh = Path(work) / "kernel.cpp", Path(work) / "kernel.so"
+            file.write_text(text)
+            command = ["g++", *_flags(), "-I", str(HEADER.parent), str(file), "-o", str(fresh)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             fresh.replace(path)
     library = ctypes.CDLL(str(path))
     library.guarded_new.restype = ctypes.c_void_p
-    return library
+    return Emulation(library, program, source)
 
 
-def _launcher(program: Program) -> str:
+@functools.cache
+def _flags() -> list[str]:
+    """Return the options; with fused multiply-adds, which nvcc makes too, where there are any."""
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
+    cpu = Path("/proc/cpuinfo")
+    fused = cpu.exists() and " fma " in cpu.read_text()
+    return [*flags, "-mfma", "-fexpensive-optimizations"] if fused else flags
+
+
+def _launcher(source: str, program: Program) -> str:
     """Return C++ that calls the kernel with arguments given by address."""
-    parameters = read_parameters(program, cuda_text(program))
-    casts = [
-        f"*({p.kind}{'*' * p.pointer}*)arguments[{i}]" for i, p in enumerate(parameters)
-    ]
+    parameters = read_parameters(program, source)
+    casts = [f"*({p.kind}{'*' * p.pointer}*)arguments[{i}]" for i, p in enumerate(parameters)]
     return f"""
 static void** arguments;
 static void call_kernel() {{ {program.kernel}({", ".join(casts)}); }}
-extern "C" int launch_{program.name}(void** given, int first, int count, int order, size_t floats) {{
+extern "C" int run_kernel(void** given, int first, int count, int order, size_t floats) {{
   arguments = given;
   return emulation::launch(call_kernel, first, count, order, floats);
 }}
 """
 
 
-def missing_compiler() -> str | None:
-    """Return None if the emulation can be compiled here, else the reason."""
-    return None if shutil.which("g++") else "g++ is not installed"
+def untouched_array(elements: int) -> np.ndarray:
+    """Return float32 zeros that take memory only where they are touched. Raises OSError."""
+    no_reserve = 0x4000  # MAP_NORESERVE on Linux; Python 3.11 has no name for it
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return np.frombuffer(mmap.mmap(-1, elements * 4, flags=flags), dtype=np.float32)
