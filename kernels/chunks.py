@@ -15,11 +15,14 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.band import Relative
 from kernels.call import Call
 from kernels.dropout import keep_words
-from kernels.heads import Head, Scratch, pack_head, pack_queries
-from kernels.streams import streams_of, unpack
+from kernels.heads import Head, Scratch, make_head, new_rows, packed, writable
+from kernels.streams import pack, parts, streams_of, unpack
 from kernels.tiles import Slab, Tile
+
+_LN_2 = math.log(2)  # the packed queries carry 1 / ln 2, so dk and dr come out too large by it
 
 
 def can_run(call: Call) -> str | None:
@@ -52,28 +55,27 @@ class _Chunks(torch.autograd.Function):
 
 
 def _scores(head: Head, tile: Tile, scratch: Scratch) -> Slab:
-    """Return the scores of a tile; those outside the band are left as they come."""
-    slab = Slab(tile, head.window, scratch.flat("scores", Slab.elements(tile)))
-    content, keys = tile.on_queries(head.content), tile.on_keys(head.k).mT
-    if head.r is None:
-        torch.bmm(content, keys, out=slab.square)
-    else:
+    """Return the scores of a tile in base 2; those outside the band are left as they come."""
+    slab = Slab(tile, head.window, scratch.flat("scores", Slab.elements(tile, head.window)))
+    torch.bmm(tile.on_queries(head.content), tile.on_keys(head.k).mT, out=slab.square)
+    if head.r is not None:
         position = tile.on_queries(head.position).flatten(0, 1)
-        torch.mm(position, head.r[-slab.top - 1 :].mT, out=slab.band.flatten(0, 1))
-        slab.square.baddbmm_(content, keys)
+        by_distance = scratch.shaped("by_distance", *slab.band.shape)
+        torch.mm(position, head.r[-slab.top - 1 :].mT, out=by_distance.flatten(0, 1))
+        slab.band.add_(by_distance)
     slab.hide(-torch.inf)
     return slab
 
 
 def _exponentiate(slab: Slab, shift: Float[Tensor, "count length 1"]) -> None:
-    """Turn the scores into exp(score - shift), zero outside the band.
+    """Turn the scores into 2**(score - shift), zero outside the band.
 
-    Weights too small to matter are cut off well above the smallest normal number: denormal ones
-    slow exp and the matrix products down twentyfold.
+    Weights too small to matter become zero well above the smallest normal number: denormal ones
+    slow the matrix products down forty times. exp2 rather than exp, since torch's exp is slow for
+    very negative numbers, for short rows, and for strided rows on several threads.
     """
-    floor = 0.7 * math.log(torch.finfo(shift.dtype).tiny)
-    slab.band.sub_(shift).clamp_min_(floor).exp_()
-    slab.hide(0.0)
+    slab.band.sub_(shift).exp2_()
+    torch.threshold_(slab.band, torch.finfo(shift.dtype).tiny ** 0.7, 0.0)
     slab.clear_outside()
 
 
@@ -88,46 +90,51 @@ def _kept(head: Head, slab: Slab, scratch: Scratch) -> Int32[Tensor, "count leng
 
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of each row, [batch, queries, heads, 1]."""
+    """Return the output and the log-sum-exp, in base 2, of each row [batch, queries, heads, 1]."""
     scratch = Scratch(call.q)
     out = call.q.new_empty(call.q.shape)
     lse = call.q.new_empty((*call.q.shape[:3], 1))
     for streams in streams_of(call):
-        head = pack_head(call, streams, scratch)
-        packed_out = scratch.shaped("out", *head.content.shape)
-        packed_lse = scratch.shaped("lse", *head.content.shape[:2], 1)
+        head = make_head(call, streams, scratch)
+        out_rows, lse_rows = streams.query_rows(out), streams.query_rows(lse)
+        head_out = writable(out_rows, "out", scratch)
+        head_lse = writable(lse_rows, "lse", scratch)
         for tile in head.tiles():
-            slab = _scores(head, tile, scratch)
-            peak = slab.band.amax(-1, keepdim=True)
-            _exponentiate(slab, peak)
-            total = slab.band.sum(-1, keepdim=True)
-            tile.on_queries(packed_lse).copy_(peak.add_(total.log()))
-            if head.dropout > 0:
-                slab.band.mul_(_kept(head, slab, scratch))
-                total.mul_(1 - head.dropout)
-            rows = tile.on_queries(packed_out)
-            torch.bmm(slab.square, tile.on_keys(head.v), out=rows)
-            rows.div_(total)
-        unpack(packed_out, streams.query_rows(out))
-        unpack(packed_lse, streams.query_rows(lse))
+            _forward_tile(head, tile, scratch, head_out, head_lse)
+        unpack(head_out, out_rows)
+        unpack(head_lse, lse_rows)
     return out, lse
+
+
+def _forward_tile(head: Head, tile: Tile, scratch: Scratch, out: Tensor, lse: Tensor) -> None:
+    slab = _scores(head, tile, scratch)
+    peak = slab.band.amax(-1, keepdim=True)
+    _exponentiate(slab, peak)
+    total = slab.band.sum(-1, keepdim=True)
+    torch.add(peak, total.log2(), out=tile.on_queries(lse))
+    if head.dropout > 0:
+        slab.band.mul_(_kept(head, slab, scratch))
+        total.mul_(1 - head.dropout)
+    rows = scratch.shaped("rows", tile.count, tile.length, out.shape[2])
+    torch.bmm(slab.square, tile.on_keys(head.v), out=rows)
+    torch.div(rows, total, out=tile.on_queries(out))
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """One head's packed gradients, laid out as `Head`'s tensors, and what they are made from.
+    """One head's gradients, laid out as `Head`'s tensors, and what they are made from.
 
     `dout` is divided by the share of weights that dropout keeps; `dot` is the sum of dout * out.
     """
 
+    scale: float
     dout: Tensor
     dot: Tensor
     lse: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dr: Tensor | None
-    biases: Tensor | None
+    relative: Relative | None
 
 
 def _backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor) -> list[Tensor]:
@@ -135,47 +142,56 @@ def _backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor) -> list[Tensor
     scratch = Scratch(call.q)
     gradients = [x.new_zeros(x.shape) for x in call.tensors]
     for streams in streams_of(call):
-        head = pack_head(call, streams, scratch)
-        g = _pack_gradients(call, head, scratch, out, lse, dout)
+        head = make_head(call, streams, scratch)
+        dq_rows = streams.query_rows(gradients[0])
+        dk_rows, dv_rows = (streams.key_rows(x) for x in gradients[1:3])
+        dout_rows, out_rows, lse_rows = (streams.query_rows(x) for x in (dout, out, lse))
+        head_dout, dot = _output_gradient(dout_rows, out_rows, call.dropout, scratch)
+        g = _Gradients(
+            scale=call.scale,
+            dout=head_dout,
+            dot=dot,
+            lse=packed(lse_rows, "lse", scratch),
+            dq=writable(dq_rows, "dq", scratch),
+            dk=writable(dk_rows, "dk", scratch).zero_(),
+            dv=writable(dv_rows, "dv", scratch).zero_(),
+            relative=_relative_rows(gradients, head),
+        )
         for tile in head.tiles():
             _backward_tile(head, g, tile, scratch)
-        unpack(g.dq.mul_(call.scale), streams.query_rows(gradients[0]))
-        unpack(g.dk, streams.key_rows(gradients[1]))
-        unpack(g.dv, streams.key_rows(gradients[2]))
-        if g.dr is not None and g.biases is not None:
-            dr, dcontent_bias, dposition_bias = (x[streams.head] for x in gradients[3:])
-            dr[: head.window + 1] += g.dr.flip(0)
-            dcontent_bias.add_(g.biases[0], alpha=call.scale)
-            dposition_bias.add_(g.biases[1], alpha=call.scale)
+        unpack(g.dq, dq_rows)
+        unpack(g.dk, dk_rows)
+        unpack(g.dv, dv_rows)
+        if g.relative is not None:
+            gradients[3][streams.head, : head.window + 1] += g.relative.r.flip(0)
     return gradients
 
 
-def _pack_gradients(
-    call: Call, head: Head, scratch: Scratch, out: Tensor, lse: Tensor, dout: Tensor
-) -> _Gradients:
-    streams = head.streams
-    packed_dout = pack_queries(dout, "dout", streams, scratch)
-    dq = pack_queries(out, "dq", streams, scratch)
-    dot = dq.mul_(packed_dout).sum(-1, keepdim=True)
-    packed_dout.div_(1 - call.dropout)
-    relative = head.r is not None
-    return _Gradients(
-        dout=packed_dout,
-        dot=dot,
-        lse=pack_queries(lse, "lse", streams, scratch),
-        dq=dq,
-        dk=scratch.shaped("dk", *head.k.shape).zero_(),
-        dv=scratch.shaped("dv", *head.v.shape).zero_(),
-        dr=torch.zeros_like(head.r) if head.r is not None else None,
-        biases=call.q.new_zeros(2, call.q.shape[3]) if relative else None,
-    )
+def _relative_rows(gradients: list[Tensor], head: Head) -> Relative | None:
+    """Return where the head's relative gradients are summed: a new r in the head's order, ..."""
+    if head.r is None:
+        return None
+    content_bias, position_bias = (x[head.streams.head] for x in gradients[4:])
+    return Relative(torch.zeros_like(head.r), content_bias, position_bias)
+
+
+def _output_gradient(
+    dout_rows: list[Tensor], out_rows: list[Tensor], dropout: float, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """Return dout divided by the share that dropout keeps, and the sum of dout * out per row."""
+    dot = new_rows([row[..., :1] for row in out_rows], "dot", scratch)
+    for part, dout, out in zip(parts(dot, out_rows), dout_rows, out_rows, strict=True):
+        torch.sum(dout * out, -1, keepdim=True, out=part)
+    if dropout == 0:
+        return packed(dout_rows, "dout", scratch), dot
+    return pack(dout_rows, new_rows(dout_rows, "dout", scratch)).div_(1 - dropout), dot
 
 
 def _backward_tile(head: Head, g: _Gradients, tile: Tile, scratch: Scratch) -> None:
     weights = _scores(head, tile, scratch)
     _exponentiate(weights, tile.on_queries(g.lse))
     dout = tile.on_queries(g.dout)
-    scores = Slab(tile, head.window, scratch.flat("gradients", Slab.elements(tile)))
+    scores = Slab(tile, head.window, scratch.flat("gradients", Slab.elements(tile, head.window)))
     torch.bmm(dout, tile.on_keys(head.v).mT, out=scores.square)
     scores.hide(0.0)
     if head.dropout > 0:
@@ -186,24 +202,36 @@ def _backward_tile(head: Head, g: _Gradients, tile: Tile, scratch: Scratch) -> N
     if head.dropout > 0:
         weights.band.mul_(kept)
     _add_to_keys(g.dv, tile, weights, dout, scratch)
-    _add_to_keys(g.dk, tile, scores, tile.on_queries(head.content), scratch)
-    dq = tile.on_queries(g.dq)
+    _add_to_keys(g.dk, tile, scores, tile.on_queries(head.content), scratch, factor=_LN_2)
+    dq = scratch.shaped("rows", tile.count, tile.length, g.dq.shape[2])
     torch.bmm(scores.square, tile.on_keys(head.k), out=dq)
-    if head.r is not None and g.dr is not None and g.biases is not None:
-        by_distance = scores.band.flatten(0, 1)
-        position_dq = by_distance @ head.r[-scores.top - 1 :]
-        g.biases[0] += dq.sum((0, 1))
-        g.biases[1] += position_dq.sum(0)
-        dq.add_(position_dq.view_as(dq))
-        position = tile.on_queries(head.position).flatten(0, 1)
-        g.dr[-scores.top - 1 :].addmm_(by_distance.mT, position)
+    if g.relative is not None:
+        dq.add_(_relative_gradient(head, g, scores, dq, scratch))
+    torch.mul(dq, g.scale, out=tile.on_queries(g.dq))
 
 
-def _add_to_keys(total: Tensor, tile: Tile, slab: Slab, rows: Tensor, scratch: Scratch) -> None:
+def _relative_gradient(
+    head: Head, g: _Gradients, scores: Slab, content_dq: Tensor, scratch: Scratch
+) -> Tensor:
+    """Add to the relative gradients; return, unscaled, dq through the position term."""
+    assert head.r is not None and g.relative is not None
+    first = -scores.top - 1
+    by_distance = scratch.shaped("by_distance", *scores.band.shape).copy_(scores.band).flatten(0, 1)
+    position_dq = by_distance @ head.r[first:]
+    position = scores.tile.on_queries(head.position).flatten(0, 1)
+    g.relative.r[first:].addmm_(by_distance.mT, position, alpha=_LN_2)
+    g.relative.content_bias.add_(content_dq.sum((0, 1)), alpha=g.scale)
+    g.relative.position_bias.add_(position_dq.sum(0), alpha=g.scale)
+    return position_dq.view_as(content_dq)
+
+
+def _add_to_keys(
+    total: Tensor, tile: Tile, slab: Slab, rows: Tensor, scratch: Scratch, factor: float = 1.0
+) -> None:
     """Add the slab's transpose times the rows to the keys that the tile's blocks see."""
     if tile.disjoint:
-        tile.on_keys(total).baddbmm_(slab.square.mT, rows)
+        tile.on_keys(total).baddbmm_(slab.square.mT, rows, alpha=factor)
         return
     part = scratch.shaped("part", tile.count, tile.keys, rows.shape[2])
     torch.bmm(slab.square.mT, rows, out=part)
-    tile.add_to_keys(total, part)
+    tile.add_to_keys(total, part, factor)

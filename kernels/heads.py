@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.call import Call
 from kernels.dropout import row_keys
-from kernels.streams import Streams, pack
+from kernels.streams import Streams, is_packed, pack, parts
 from kernels.tiles import Tile, tiles_of
 
 
@@ -38,11 +38,12 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Head:
-    """One head's packed streams, [streams, positions, dim].
+    """One head's streams, [streams, positions, dim].
 
-    `content` and `position` are the queries with their biases, times the scale; one tensor where
-    there are no relative terms. `r` is [window + 1, dim], the largest distance first.
-    `dropout_rows` are the keys of the dropout mask, [streams, queries, 1].
+    `content` and `position` are the queries with their biases, times scale / ln 2, which makes
+    powers of 2 of the softmax; one tensor where there are no relative terms. `r` is
+    [window + 1, dim], the largest distance first. `dropout_rows`, [streams, queries, 1],
+    are the keys of the dropout mask.
     """
 
     streams: Streams
@@ -61,31 +62,48 @@ class Head:
         return tiles_of(s.count, s.queries, s.keys, self.window, self.k.element_size())
 
 
-def pack_head(call: Call, streams: Streams, scratch: Scratch) -> Head:
-    """Pack one head's streams into buffers that the next call of this function uses again."""
-    dim, head = call.q.shape[3], streams.head
+def make_head(call: Call, streams: Streams, scratch: Scratch) -> Head:
+    """Return one head's streams, packed into buffers that the next head will use again."""
     window = min(call.band.window, streams.keys - 1)
-    content, r = pack_queries(call.q, "content", streams, scratch), None
-    position = content
+    rows, factor = streams.query_rows(call.q), call.scale / math.log(2)
+    content_bias = position_bias = r = None
     if call.relative is not None:
-        rows, content_bias, position_bias = (x[head] for x in call.relative)
-        position = scratch.shaped("position", *content.shape)
-        torch.add(content, position_bias, out=position).mul_(call.scale)
-        content.add_(content_bias)
-        r = rows[: window + 1].flip(0)
-    content.mul_(call.scale)
+        r, content_bias, position_bias = (x[streams.head] for x in call.relative)
+        r = r[: window + 1].flip(0)
+    content = _queries(rows, content_bias, factor, new_rows(rows, "content", scratch))
+    position = content
+    if position_bias is not None:
+        position = _queries(rows, position_bias, factor, new_rows(rows, "position", scratch))
     k, v = (
-        pack(streams.key_rows(x), scratch.shaped(name, streams.count, streams.keys, dim))
-        for name, x in (("k", call.k), ("v", call.v))
+        packed(streams.key_rows(x), name, scratch) for name, x in (("k", call.k), ("v", call.v))
     )
     dropout_rows = _dropout_rows(call, streams) if call.dropout > 0 else None
     return Head(streams, window, content, position, k, v, r, call.dropout, dropout_rows)
 
 
-def pack_queries(x: Tensor, name: str, streams: Streams, scratch: Scratch) -> Tensor:
-    """Pack a tensor that is laid out as q into the buffer of this name."""
-    into = scratch.shaped(name, streams.count, streams.queries, *x.shape[3:])
-    return pack(streams.query_rows(x), into)
+def packed(rows: list[Tensor], name: str, scratch: Scratch) -> Tensor:
+    """Return the residues' rows as one tensor to read: as they are or packed into a buffer."""
+    return rows[0] if is_packed(rows) else pack(rows, new_rows(rows, name, scratch))
+
+
+def writable(rows: list[Tensor], name: str, scratch: Scratch) -> Tensor:
+    """Return a tensor to fill and then `unpack` into the residues' rows: a buffer or they."""
+    return rows[0] if is_packed(rows) else new_rows(rows, name, scratch)
+
+
+def new_rows(rows: list[Tensor], name: str, scratch: Scratch) -> Tensor:
+    """Return an uninitialised buffer for the residues' rows."""
+    batch, *shape = rows[0].shape
+    return scratch.shaped(name, len(rows) * batch, *shape)
+
+
+def _queries(rows: list[Tensor], bias: Tensor | None, factor: float, into: Tensor) -> Tensor:
+    for part, row in zip(parts(into, rows), rows, strict=True):
+        if bias is None:
+            torch.mul(row, factor, out=part)
+        else:
+            torch.add(row, bias, out=part).mul_(factor)
+    return into
 
 
 def _dropout_rows(call: Call, streams: Streams) -> Int64[Tensor, "streams queries 1"]:

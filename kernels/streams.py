@@ -88,7 +88,7 @@ def pack(
     rows: list[Float[Tensor, "batch stream *dim"]], into: Float[Tensor, "streams stream *dim"]
 ) -> Float[Tensor, "streams stream *dim"]:
     """Copy the residues' rows one after another into a contiguous tensor."""
-    for part, row in zip(into.unflatten(0, (len(rows), -1)), rows, strict=True):
+    for part, row in zip(parts(into, rows), rows, strict=True):
         part.copy_(row)
     return into
 
@@ -96,6 +96,19 @@ def pack(
 def unpack(
     packed: Float[Tensor, "streams stream *dim"], rows: list[Float[Tensor, "batch stream *dim"]]
 ) -> None:
-    """Copy back what `pack` laid out, into the residues' rows."""
-    for part, row in zip(packed.unflatten(0, (len(rows), -1)), rows, strict=True):
-        row.copy_(part)
+    """Copy back what `pack` laid out, into the residues' rows, unless it is those rows itself."""
+    if packed is not rows[0]:
+        for part, row in zip(parts(packed, rows), rows, strict=True):
+            row.copy_(part)
+
+
+def parts(
+    packed: Float[Tensor, "streams stream *dim"], rows: list[Float[Tensor, "batch stream *dim"]]
+) -> tuple[Float[Tensor, "batch stream *dim"], ...]:
+    """Return the part of a packed tensor that belongs to each residue's rows."""
+    return packed.unflatten(0, (len(rows), -1)).unbind(0)
+
+
+def is_packed(rows: list[Float[Tensor, "batch stream *dim"]]) -> bool:
+    """Return whether the rows serve as they are: one residue's, each row's numbers in a line."""
+    return len(rows) == 1 and rows[0].stride(-1) == 1 and rows[0].stride(1) >= rows[0].shape[-1]

@@ -6,9 +6,9 @@ streams; both are strided windows on the packed tensors, overlapping where the k
 nothing is copied or padded. The first blocks of a stream see fewer keys and are computed with
 those only.
 
-The scores of a tile are stored skewed: each row one place further to the left, so that a
-diagonal of the block is a column and the band is a rectangle. Queries times keys go in through a
-view that runs along the diagonals, queries times r straight into the rectangle.
+In memory a diagonal of a block of scores is a column of a view whose rows are one place longer.
+So the band, a parallelogram in the block, is a rectangle in that view: the relative term, softmax
+and dropout see only it, with one column for each distance, and no mask is needed.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 _TILE_BYTES = 2**20
-_ALIGNMENT = 16  # elements; the diagonal view's rows start on whole cache lines
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,17 @@ class Tile:
         return self._window(x, self.key, self.keys)
 
     def add_to_keys(
-        self, total: Float[Tensor, "streams stream dim"], part: Float[Tensor, "count keys dim"]
+        self,
+        total: Float[Tensor, "streams stream dim"],
+        part: Float[Tensor, "count keys dim"],
+        factor: float,
     ) -> None:
-        """Add to the keys what each block found for them, where the windows overlap too."""
+        """Add to the keys what each block found for them, also where the windows overlap."""
         for start in range(0, self.keys, self.length):
             rows = min(self.length, self.keys - start)
-            self._window(total, self.key + start, rows).add_(part[:, start : start + rows])
+            self._window(total, self.key + start, rows).add_(
+                part[:, start : start + rows], alpha=factor
+            )
 
     def _window(self, x: Tensor, first: int, rows: int) -> Tensor:
         step = x.stride(0) if self.across else self.length * x.stride(1)
@@ -78,7 +82,7 @@ def tiles_of(streams: int, queries: int, keys: int, window: int, itemsize: int) 
     budget = _TILE_BYTES // itemsize
 
     def capacity(length: int, reach: int) -> int:
-        return max(1, budget // (length * (reach + 2 * length)))
+        return max(1, budget // (length * (reach + length)))
 
     def across(place: int, length: int) -> Iterator[Tile]:
         reach = min(place, window)
@@ -110,14 +114,15 @@ def tiles_of(streams: int, queries: int, keys: int, window: int, itemsize: int) 
 
 def block_length(window: int) -> int:
     """Return how many queries a block has; a block computes that many keys more than needed."""
-    return 64 if window < 256 else 128
+    return 32 if window < 48 else 64
 
 
 @dataclass(frozen=True)
 class Slab:
-    """The scores of one tile, skewed, in a flat buffer.
+    """The scores of one tile in a flat buffer, row after row, each of `width` places.
 
-    `band` column x is the distance top - x, `top` the largest that the tile has.
+    The band runs down the diagonal of every block, so as a view it is a rectangle whose rows are
+    width + 1 apart, and what lies between two of its rows is outside the band.
     """
 
     tile: Tile
@@ -125,61 +130,46 @@ class Slab:
     buffer: Tensor
 
     @staticmethod
-    def elements(tile: Tile) -> int:
+    def elements(tile: Tile, window: int) -> int:
         """Return how many elements the tile's slab needs."""
-        return _ALIGNMENT + tile.count * tile.length * _row_stride(tile)
+        return tile.count * tile.length * (min(window, tile.keys - 1) + tile.length)
 
     @property
     def top(self) -> int:
         """The largest distance in the tile."""
         return min(self.window, self.tile.keys - 1)
 
+    @property
+    def width(self) -> int:
+        """The places of a row: the block's keys, and as many before as the band is wider."""
+        return self.top + self.tile.length
+
     @cached_property
     def square(self) -> Float[Tensor, "count length keys"]:
         """The scores as the matrix products have them: a row for each query, a column each key."""
-        tile, width = self.tile, _row_stride(self.tile)
-        start = self._start + tile.length - 1
-        shape = (tile.count, tile.length, tile.keys)
-        return self.buffer.as_strided(shape, (tile.length * width, width - 1, 1), start)
+        shape = (self.tile.count, self.tile.length, self.tile.keys)
+        strides = (self.tile.length * self.width, self.width, 1)
+        return self.buffer.as_strided(shape, strides, self.width - self.tile.keys)
 
     @cached_property
     def band(self) -> Float[Tensor, "count length distances"]:
         """The scores in the band: a row for each query, a column each distance, falling to 0."""
-        first = self.tile.keys - 1 - self.top
-        return self._rows[..., first : first + self.top + 1]
-
-    @cached_property
-    def hidden(self) -> Bool[Tensor, "length corner"] | None:
-        """Where the band's first columns lie before the first key; None if no part does."""
-        corner = self.top - self.tile.reach
-        if corner == 0:
-            return None
-        device = self.buffer.device
-        row = torch.arange(self.tile.length, device=device)[:, None]
-        return row + torch.arange(corner, device=device) < corner
+        return self._diagonal(0, self.tile.length, self.top + 1)
 
     def hide(self, value: float) -> None:
         """Set the scores before the first key, also where the buffer was never written."""
-        if self.hidden is not None:
-            self.band[..., : self.hidden.shape[1]].masked_fill_(self.hidden, value)
+        corner = self.top - self.tile.reach
+        if corner > 0:
+            device = self.buffer.device
+            row = torch.arange(self.tile.length, device=device)[:, None]
+            hidden = row + torch.arange(corner, device=device) < corner
+            self.band[..., :corner].masked_fill_(hidden, value)
 
     def clear_outside(self) -> None:
         """Set the scores of the pairs outside the band to zero."""
-        first = self.tile.keys - 1 - self.top
-        self._rows[..., :first].zero_()
-        self._rows[..., first + self.top + 1 :].zero_()
+        self._diagonal(self.top + 1, self.tile.length - 1, self.tile.length).zero_()
 
-    @property
-    def _start(self) -> int:
-        return (1 - self.tile.length) % _ALIGNMENT
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        tile, width = self.tile, _row_stride(self.tile)
-        shape = (tile.count, tile.length, width)
-        return self.buffer.as_strided(shape, (tile.length * width, width, 1), self._start)
-
-
-def _row_stride(tile: Tile) -> int:
-    distances = tile.keys + tile.length - 1
-    return distances + (1 - distances) % _ALIGNMENT
+    def _diagonal(self, start: int, rows: int, columns: int) -> Tensor:
+        shape = (self.tile.count, rows, columns)
+        strides = (self.tile.length * self.width, self.width + 1, 1)
+        return self.buffer.as_strided(shape, strides, start)
