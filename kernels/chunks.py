@@ -1,7 +1,7 @@
 """The paper's chunks, made causal and strided: dense matrix products over blocks of the band.
 
 Torch alone, and the backend of choice where TVM cannot run. The work goes head by head and, in
-each, a few blocks at a time (kernels/tiles.py), so that memory beyond inputs and outputs is that
+each, a few blocks at a time (kernels/chunks_tiles.py), so that memory beyond inputs and outputs is that
 of one head and of a tile. Forward keeps the output and one log-sum-exp per row and head; backward
 recomputes the weights from them.
 """
@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from kernels.band import Relative
 from kernels.call import Call
 from kernels.dropout import keep_words
-from kernels.heads import Head, Scratch, make_head, new_rows, packed, writable
-from kernels.streams import pack, parts, streams_of, unpack
-from kernels.tiles import Slab, Tile
+from kernels.chunks_heads import Head, Scratch, make_head, new_rows, packed, writable
+from kernels.chunks_streams import pack, parts, streams_of, unpack
+from kernels.chunks_tiles import Slab, Tile
 
 _LN_2 = math.log(2)  # the packed queries carry 1 / ln 2, so dk and dr come out too large by it
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.call import Call
 from kernels.dropout import row_keys
-from kernels.streams import Streams, is_packed, pack, parts
-from kernels.tiles import Tile, tiles_of
+from kernels.chunks_streams import Streams, is_packed, pack, parts
+from kernels.chunks_tiles import Tile, tiles_of
 
 
 class Scratch:
