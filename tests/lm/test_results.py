@@ -14,13 +14,16 @@ from tests.lm.evaluation_cases import random_text, save_run, tiny_model
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two runs with three results."""
+    """Two runs with three results, one of them of a real evaluation."""
     monkeypatch.chdir(tmp_path)
-    for name, seed in (("good", 1), ("bad|name", 2)):
-        save_run(tmp_path, tiny_model(seed=seed), random_text(900), name=name)
-        evaluate_command(EvalConfig(run=name))
-    evaluate_command(EvalConfig(run="good", protocol="overlap", window=16, step=4))
-    return tmp_path / "runs"
+    save_run(tmp_path, tiny_model(), random_text(900), name="good")
+    record = evaluate_command(EvalConfig(run="good"))
+    assert record is not None
+    folder = tmp_path / "runs"
+    overlap = {"protocol": "overlap", "window": 16, "step": 4, "bpc": 9.75}
+    write_result(folder / "good" / "results", record | overlap)
+    write_result(folder / "bad" / "results", record | {"run": "bad|name", "bpc": 9.5})
+    return folder
 
 
 def test_the_table_has_all_results(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +45,11 @@ def test_the_table_has_all_results(runs: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_same_evaluation_replaces_itself(runs: Path) -> None:
-    evaluate_command(EvalConfig(run="good"))
+    record = find_results(runs)[0]
+    folder = runs / record["run"].partition("|")[0] / "results"
+    path = write_result(folder, record | {"seconds": 99.0})
     assert len(find_results(runs)) == 3
+    assert json.loads(path.read_text())["seconds"] == 99.0
 
 
 def test_each_option_has_a_name_of_its_own(runs: Path) -> None:
