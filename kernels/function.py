@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels import cuda
 from kernels.call import Call
 from kernels.library import Variant, load_kernels, variant_for, why_not
 from kernels.tasks import backward_tasks, forward_tasks
@@ -25,8 +26,10 @@ _LIMIT = 2**31 - 2**16  # elements that a kernel's 32-bit indices reach, with ro
 
 def can_run(call: Call) -> str | None:
     """Return None if the TVM kernels can run the call here, else the reason in one line."""
+    if call.q.device.type == "cuda":
+        return cuda.can_run(call)
     if call.q.device.type != "cpu":
-        return f"the kernels are for the CPU; the tensors are on {call.q.device}"
+        return f"the kernels are for CPUs and CUDA devices; the tensors are on {call.q.device}"
     if call.q.dtype != torch.float32:
         return f"it computes in float32; the tensors are {call.q.dtype}"
     if call.q.shape[3] % 16:
@@ -43,6 +46,8 @@ def can_run(call: Call) -> str | None:
 
 def attend(call: Call) -> Float[Tensor, "batch queries heads dim"]:
     """Return banded attention; gradients reach q, k, v and the relative tensors."""
+    if call.q.device.type == "cuda":
+        return cuda.attend(call)
     settings = _Settings.of(call)
     inputs = [tensor.contiguous() for tensor in _inputs(call)]
     return _Attention.apply(settings, *inputs)

@@ -153,7 +153,7 @@ def test_output_and_gradients(case):
         replace(LARGE_TILES, keys=97, window=96, strides=(7, 90), batch=1),
         replace(LARGE_TILES, keys=97, window=60, strides=(500,), batch=1),  # beyond the sequence
         replace(LARGE_TILES, keys=140, window=50, dropout=0.9),
-        replace(LARGE_TILES, keys=140, window=50, scale=1.5, size=3.0),  # scores of several 100
+        replace(LARGE_TILES, keys=140, window=50, scale=0.5, size=3.0),  # scores of several 100
         replace(SMALL_TILES, keys=1, window=0, queries=1),
         replace(SMALL_TILES, keys=66, window=0, queries=66),
         replace(SMALL_TILES, keys=50, window=1, queries=3),
