@@ -22,13 +22,13 @@ def compile_library(variant: Variant, path: Path) -> None:
     """Compile the variant's kernels into a shared library at `path`."""
     import tvm
 
-    from kernels import tvm_backward, tvm_forward, tvm_pack, tvm_scores
+    from kernels import tvm_backward, tvm_finish, tvm_forward, tvm_pack, tvm_scores
 
     shape = tvm_scores.Shape(variant.target.tile, variant.dim, variant.relative, variant.dropout)
     if variant.kind == "forward":
         functions = [tvm_forward.forward(shape)]
     else:
-        functions = [tvm_backward.backward(shape), tvm_backward.finish(shape)]
+        functions = [tvm_backward.backward(shape), tvm_finish.finish(shape)]
     if variant.relative:
         functions.append(tvm_pack.relative_strips(shape.tile, variant.dim))
     module = tvm.IRModule({str(f.attrs["global_symbol"]): f for f in functions})

@@ -27,12 +27,11 @@ from tvm.tirx import Buffer, PrimFunc
 
 from kernels import tvm_random
 from kernels.tasks import FORWARD_QUERIES
-from kernels.tvm_pack import TASK_FIELDS, Sequence, pack_rows, pack_strips, read_task
-from kernels.tvm_program import build_kernel
+from kernels.tvm_pack import TASK_FIELDS, Sequence, ask_for_rows, pack_rows, pack_strips, read_task
+from kernels.tvm_program import SIZES, build_kernel
 from kernels.tvm_scores import (
     Group,
     Shape,
-    ask_for_query,
     deltas,
     dropout_row,
     load_query,
@@ -57,8 +56,6 @@ from kernels.tvm_tiles import (
 
 KEYS = 1024  # most keys of a run
 LOWEST = -1e30  # a running maximum before any key
-
-SIZES = ("batch", "query_count", "key_count", "heads", "window", "strip_count", "task_count")
 
 
 def forward(shape: Shape) -> PrimFunc:
@@ -155,12 +152,9 @@ class _Forward:
         def row_of(buffer: Buffer, row: Expr) -> tuple[Buffer, Expr]:
             return buffer, sequence.key_row(a, opaque(first_key + row))
 
-        ahead = tile.block
-        pack_strips(
-            tile, dim, s.keys, (begin, stop), count, lambda row: row_of(a.k, row), ahead=ahead
-        )
+        pack_strips(tile, dim, s.keys, (begin, stop), count, lambda row: row_of(a.k, row))
         rows = (opaque(begin * lanes), opaque(T.min(stop * lanes, count)))
-        pack_rows(tile, dim, s.values, rows, count, lambda row: row_of(a.v, row), ahead)
+        pack_rows(tile, dim, s.values, rows, lambda row: row_of(a.v, row))
         T.buffer_store(packed, stop, [0])
 
     def _load_queries(self, sequence: Sequence, query: Expr, end: Expr) -> None:
@@ -171,9 +165,6 @@ class _Forward:
             load_query(
                 shape, self.a, sequence, element, query + row < end, row, (s.content, s.place)
             )
-            ask_for_query(self.a, sequence, element, self.dim, [], [self.a.out])
-            later = opaque(T.min(query + row + block, end - 1))
-            ask_for_query(self.a, sequence, later, self.dim, [self.a.q], [])
 
     def _group(
         self, sequence: Sequence, query: Expr, row: Expr, first_key: Expr, end_key: Expr
@@ -184,22 +175,29 @@ class _Forward:
         return Group(sequence, query, row, *keys, scores, self.row_length)
 
     def _run_group(self, group: Group, origin: Expr, end: Expr, oldest: Expr) -> None:
-        s = self.scratch
+        a, s, rows, dim = self.a, self.scratch, self.tile.rows, self.dim
+        key_row, query_row = group.sequence.key_row, group.sequence.query_row
+
+        def later(i: int) -> Expr:
+            return opaque(T.min(group.query + self.tile.block + i, end - 1))
+
+        # What the next block will load is asked for in small lots between the products: a core has
+        # too few miss buffers for more, and would wait.
+        ask_for_rows(rows, dim, [a.k], lambda i: key_row(a, later(i)))
         if self.shape.relative:
-            position_scores(self.shape, self.a, group, s.place, s.scores)
+            position_scores(self.shape, a, group, s.place, s.scores)
+        ask_for_rows(rows, dim, [a.v], lambda i: key_row(a, later(i)))
         self._content_scores(group)
+        ask_for_rows(rows, dim, [a.q], lambda i: query_row(a, later(i)))
         state = opaque(group.query - origin)
-        fresh = opaque(
-            T.Select(
-                group.first_key <= T.max(group.query - self.a.window, oldest),
-                T.int32(1),
-                T.int32(0),
-            )
-        )
-        with T.serial(0, self.tile.rows) as i:
+        alone = group.first_key <= T.max(group.query - a.window, oldest)
+        fresh = opaque(T.Select(alone, T.int32(1), T.int32(0)))
+        with T.serial(0, rows) as i:
             self._softmax_row(group, i, opaque(state + i), fresh)
+        current = lambda i: query_row(a, opaque(T.min(group.query + i, end - 1)))  # noqa: E731
+        ask_for_rows(rows, dim, [a.out], current, write=True)
         self._gather(group, state, fresh)
-        done = T.min(group.query + self.tile.rows, end) <= group.end_key
+        done = T.min(group.query + rows, end) <= group.end_key
         with T.If(done), T.Then():
             self._finish(group, state, end)
 
@@ -262,39 +260,39 @@ class _Forward:
 
     def _gather(self, group: Group, state: Expr, fresh: Expr) -> None:
         """Add weights times values to what was gathered, which is rescaled first."""
-        s, tile, dim, lanes = self.scratch, self.tile, self.dim, self.lanes
         begin = opaque(T.max(group.query - self.a.window, group.first_key))
-        end = opaque(T.min(group.query + tile.rows, group.end_key))
-        target = opaque(state * dim)
-        for part in tile.split(dim):
-            sums = registers(tile.rows, len(part), lanes)
+        end = opaque(T.min(group.query + self.tile.rows, group.end_key))
+        for part in self.tile.split(self.dim):
+            self._gather_part(group, opaque(state * self.dim), (begin, end), fresh, part)
 
-            def at(i: int, v: int, part: range = part) -> Expr:
-                return target + i * dim + part[v] * lanes
+    def _gather_part(
+        self, group: Group, target: Expr, span: tuple[Expr, Expr], fresh: Expr, part: range
+    ) -> None:
+        s, dim, lanes = self.scratch, self.dim, self.lanes
+        sums = registers(self.tile.rows, len(part), lanes)
 
-            def value(key: Expr, v: int, part: range = part) -> Expr:
-                return load(s.values, (key - group.first_key) * dim + part[v] * lanes, lanes)
+        def at(i: int, v: int) -> Expr:
+            return target + i * dim + part[v] * lanes
 
-            with T.If(T.EQ(fresh, 0)):
-                with T.Then():
-                    fill(
-                        sums,
-                        lambda i, v, at=at: (
-                            load(s.gathered, at(i, v), lanes) * load(self.rescale, i * lanes, lanes)
-                        ),
-                        lanes,
-                    )
-                with T.Else():
-                    fill(sums, lambda i, v: splat(0.0, lanes), lanes)
-            accumulate(
-                sums,
-                begin,
-                end,
-                lambda i, key: s.scores[group.scores + key + i * self.row_length],
-                value,
-                lanes,
-            )
-            spill(sums, lambda i, v, x, at=at: store(s.gathered, at(i, v), x, lanes), lanes)
+        def rescaled(i: int, v: int) -> Expr:
+            return load(s.gathered, at(i, v), lanes) * load(self.rescale, i * lanes, lanes)
+
+        def value(key: Expr, v: int) -> Expr:
+            return load(s.values, (key - group.first_key) * dim + part[v] * lanes, lanes)
+
+        with T.If(T.EQ(fresh, 0)):
+            with T.Then():
+                fill(sums, rescaled, lanes)
+            with T.Else():
+                fill(sums, lambda i, v: splat(0.0, lanes), lanes)
+        accumulate(
+            sums,
+            *span,
+            lambda i, key: s.scores[group.scores + key + i * self.row_length],
+            value,
+            lanes,
+        )
+        spill(sums, lambda i, v, x: store(s.gathered, at(i, v), x, lanes), lanes)
 
     def _finish(self, group: Group, state: Expr, end: Expr) -> None:
         """Divide by the sums of the weights; write the output and the log-sum-exp, in base 2."""

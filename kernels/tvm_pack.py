@@ -83,24 +83,15 @@ def pack_strips(
     *,
     factor: Expr | None = None,
     base: Expr | int = 0,
-    ahead: int = 0,
 ) -> None:
     """Transpose rows into the strips from the first to before the second of `strips`.
 
     Row r lies in strip r // lanes. There are `count` rows; where a strip has more, the last one is
-    repeated. Strip 0 begins at `base` of `target`. Entries are multiplied by `factor`; the rows
-    `ahead` of those that are being packed are prefetched.
+    repeated. Strip 0 begins at `base` of `target`. Entries are multiplied by `factor`.
     """
     lanes = tile.lanes
-
-    def row(index: Expr) -> tuple[Buffer, Expr]:
-        return source(opaque(T.min(index, count - 1)))
-
     with T.serial(*strips) as strip:
-        rows = [row(strip * lanes + i) for i in range(lanes)]
-        if ahead:
-            for i in range(lanes):
-                prefetch(*row(strip * lanes + i + ahead), dim)
+        rows = [source(opaque(T.min(strip * lanes + i, count - 1))) for i in range(lanes)]
         corner = opaque(base + strip * (dim * lanes))
         with T.serial(0, dim // lanes) as part:
             square = [T.bind(load(buffer, at + part * lanes, lanes)) for buffer, at in rows]
@@ -110,24 +101,23 @@ def pack_strips(
 
 
 def pack_rows(
-    tile: Tile,
-    dim: int,
-    target: Buffer,
-    rows: tuple[Expr | int, Expr],
-    count: Expr,
-    source: Row,
-    ahead: int = 0,
+    tile: Tile, dim: int, target: Buffer, rows: tuple[Expr | int, Expr], source: Row
 ) -> None:
-    """Copy the rows from the first to before the second of `rows`, one behind the other.
-
-    There are `count` rows; the rows `ahead` of those that are being copied are prefetched.
-    """
+    """Copy the rows from the first to before the second of `rows`, one behind the other."""
     with T.serial(*rows) as row:
         buffer, at = source(row)
-        if ahead:
-            prefetch(*source(opaque(T.min(row + ahead, count - 1))), dim)
         for d in range(0, dim, tile.lanes):
             store(target, row * dim + d, load(buffer, at + d, tile.lanes), tile.lanes)
+
+
+def ask_for_rows(
+    rows: int, dim: int, buffers: list[Buffer], place: Callable[[int], Expr], write: bool = False
+) -> None:
+    """Prefetch rows of tensors of equal layout; `place` gives where each of them begins."""
+    for i in range(rows):
+        at = place(i)
+        for buffer in buffers:
+            prefetch(buffer, at, dim, write)
 
 
 def relative_strips(tile: Tile, dim: int) -> PrimFunc:

@@ -10,6 +10,9 @@ from tvm.tirx import PrimFunc
 
 Size = Callable[[SimpleNamespace], Expr]
 
+# The numbers that every program takes: the shape of the call, strips of relative rows, tasks.
+SIZES = ("batch", "query_count", "key_count", "heads", "window", "strip_count", "task_count")
+
 
 def build_kernel(
     name: str,

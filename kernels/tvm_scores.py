@@ -27,7 +27,6 @@ from kernels.tvm_tiles import (
     iota,
     load,
     opaque,
-    prefetch,
     registers,
     spill,
     splat,
@@ -169,22 +168,6 @@ def position_scores(
         store(scores, corner + (strip + v) * lanes + i * step, value, lanes)
 
     product_tiles(shape, (place, opaque(group.row * dim)), (a.packed, packed), span, write)
-
-
-def ask_for_query(
-    a: SimpleNamespace,
-    sequence: Sequence,
-    element: Expr,
-    dim: int,
-    reads: list[Buffer],
-    writes: list[Buffer],
-) -> None:
-    """Prefetch the rows of a query that will be read and written."""
-    at = sequence.query_row(a, element)
-    for buffer in reads:
-        prefetch(buffer, at, dim)
-    for buffer in writes:
-        prefetch(buffer, at, dim, write=True)
 
 
 def deltas(first: Expr, lanes: int) -> Expr:
