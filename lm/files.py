@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from lm.errors import WriteError
+from lm.errors import UserError, WriteError
 
 UNFINISHED = ".unfinished"
 
@@ -45,6 +45,8 @@ def explained(path: Path) -> Iterator[None]:
     """Turn the system's refusal into one line that names the file."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         refusal = system_error(error)
         if refusal is None:

@@ -194,10 +194,11 @@ class TrainingModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, or drop the step if its loss or gradient is not finite.
+        """Clip, and give the update the learning rate of its place in the stage.
 
-        A dropped step keeps its place in the data and in the learning-rate schedule: without
-        gradients AdamW changes nothing, neither weights nor its own state.
+        A step whose loss or gradient is not finite is dropped. It keeps its place in the data and
+        in the learning-rate schedule: without gradients AdamW changes nothing, neither weights nor
+        its own state.
         """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -210,6 +211,7 @@ class TrainingModule(pl.LightningModule):
         self.stop.hold()
         self.updating = True
         self.grad_norm = float(norm)
+        set_learning_rate(optimizer, self.learning_rate)
         if finite:
             self.bad_in_a_row = 0
             self.train_score += Score(float(nats), self.stage.batch * self.stage.sequence)
@@ -230,9 +232,7 @@ class TrainingModule(pl.LightningModule):
         )
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """One step at the learning rate of its place in the stage."""
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        set_learning_rate(optimizer, self.learning_rate)  # type: ignore[arg-type]
+        """One step, with what is counted after it."""
         super().optimizer_step(*args, **kwargs)
         self._step_nats.zero_()
         self._micro = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from lm.config import OptimConfig
 from lm.schedule import Stage
@@ -36,7 +36,7 @@ def build_optimizer(
     )
 
 
-def set_learning_rate(optimizer: AdamW, lr: float) -> None:
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Give every group the learning rate of the coming step."""
     for group in optimizer.param_groups:
         group["lr"] = lr

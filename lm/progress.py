@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import rank_zero_only
@@ -88,6 +88,6 @@ def _clock(seconds: float) -> str:
 
 
 @rank_zero_only
-def say(text: str, file: TextIO | None = None) -> None:
-    """Print on the first process only."""
-    print(text, file=file, flush=True)
+def say(text: str, *, aside: bool = False) -> None:
+    """Print on the first process only; `aside`: where errors go."""
+    print(text, file=sys.stderr if aside else sys.stdout, flush=True)

@@ -63,7 +63,7 @@ def train(config: Config, seat: Seat | None = None) -> None:
             sys.exit(signals.noted.code)
         raise
     except Stopped as stopped:
-        say(f"stopped by {stopped}; {how_to_go_on(config)}", file=sys.stderr)
+        say(f"stopped by {stopped}; {how_to_go_on(config)}", aside=True)
         signals.requeue(stopped)
         sys.exit(stopped.code)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ def prepare_folder(config: Config, stage: Stage, start: Start) -> None:
         for text in start.damaged:
             path = Path(text)
             path.replace(path.with_suffix(".damaged"))
-            say(f"warning: {path} is damaged; going on from {start.path}", file=sys.stderr)
+            say(f"warning: {path} is damaged; going on from {start.path}", aside=True)
     for part in (folder, checkpoints):
         remove_unfinished(part)
     if start.kind in ("finished", "resume"):

@@ -1,0 +1,126 @@
+"""Micro runs in processes of their own, forked from one that has loaded everything.
+
+As a program it reads one line of JSON, a list of runs, forks them all, waits for them, and answers
+with the list of their exit statuses (-9: killed); and so on until its input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.system.moments import ROOT, Moments, kill, terminate
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run and its fault.
+
+    Attributes:
+        folder: of the micro run.
+        changed: values of its configuration, by dotted key.
+        at: the moment of the fault; -1: none.
+        action: kill or terminate.
+        env: changes of the environment.
+    """
+
+    folder: str
+    changed: dict[str, Any] = field(default_factory=dict)
+    at: int = -1
+    action: str = "kill"
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def log(self) -> Path:
+        """What the run prints."""
+        return Path(self.folder) / f"log{self.env.get('RANK', '')}.txt"
+
+
+class Nursery:
+    """The loaded process, from which trials are forked."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    def run(self, *trials: Trial) -> list[int]:
+        """Run them beside each other; their exit statuses."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([asdict(trial) for trial in trials]) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        assert isinstance(answer, list)
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def main() -> None:
+    """Fork what is asked for."""
+    import lm.device
+    import lm.fit
+    import lm.run
+
+    lm.device.matrix_rate = lambda *_, **__: 1e11
+    for line in sys.stdin:
+        children = [fork(Trial(**values)) for values in json.loads(line)]
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        sys.stdout.write(json.dumps(statuses) + "\n")
+        sys.stdout.flush()
+
+
+def fork(trial: Trial) -> int:
+    """Start a trial; its process id."""
+    child = os.fork()
+    if not child:
+        os._exit(perform(trial))
+    return child
+
+
+def perform(trial: Trial) -> int:
+    """Run a trial in this process; its exit status, as the command would have it."""
+    log = os.open(trial.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.environ.update(trial.env)
+    from lm.entry import USER_ERRORS
+    from lm.run import train
+    from tests.system.micro import micro
+
+    try:
+        with Moments(trial.at, {"kill": kill, "terminate": terminate}[trial.action]):
+            train(micro(Path(trial.folder), trial.changed))
+    except SystemExit as end:
+        return int(end.code or 0)
+    except USER_ERRORS as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        return 70
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    main()
