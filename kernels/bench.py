@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def make_inputs(case: Case) -> Inputs:
     """Return random inputs of the case's shape, in float32."""
     shape = (case.batch, case.sequence, case.heads, case.dim)
     rows = min(case.window, case.sequence - 1) + 1
-    shapes = [shape] * 3
+    shapes: list[tuple[int, ...]] = [shape] * 3
     if case.relative:
         shapes += [(case.heads, rows, case.dim), (case.heads, case.dim), (case.heads, case.dim)]
     tensors = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
@@ -145,7 +146,7 @@ def measure_times(
     for case in cases:
         inputs = make_inputs(case)
         for passes in _PASSES:
-            runs[case, passes] = lambda inputs=inputs, passes=passes: inputs.run(passes)
+            runs[case, passes] = partial(inputs.run, passes)
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
     for turn in range(repetitions + 1):
         for key, run in runs.items():

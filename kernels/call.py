@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -54,7 +54,7 @@ class Call:
         }
 
     @classmethod
-    def from_tensors(cls, settings: dict[str, Any], tensors: tuple[Tensor, ...]) -> Self:
+    def from_tensors(cls, settings: dict[str, Any], tensors: tuple[Tensor, ...]) -> "Call":
         """Return the call again from its `settings` and `tensors`."""
         q, k, v, *relative = tensors
         return cls(q=q, k=k, v=v, relative=Relative(*relative) if relative else None, **settings)

@@ -1,9 +1,9 @@
 """The paper's chunks, made causal and strided: dense matrix products over blocks of the band.
 
 Torch alone, and the backend of choice where TVM cannot run. The work goes head by head and, in
-each, a few blocks at a time (kernels/chunks_tiles.py), so that memory beyond inputs and outputs is that
-of one head and of a tile. Forward keeps the output and one log-sum-exp per row and head; backward
-recomputes the weights from them.
+each, a few blocks at a time (kernels/chunks_tiles.py), so that memory beyond inputs and outputs
+is that of one head and of a tile. Forward keeps the output and one log-sum-exp per row and head;
+backward recomputes the weights from them.
 """
 
 import math
@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from kernels.band import Relative
 from kernels.call import Call
-from kernels.dropout import keep_words
 from kernels.chunks_heads import Head, Scratch, make_head, new_rows, packed, writable
 from kernels.chunks_streams import pack, parts, streams_of, unpack
 from kernels.chunks_tiles import Slab, Tile
+from kernels.dropout import keep_words
 
 _LN_2 = math.log(2)  # the packed queries carry 1 / ln 2, so dk and dr come out too large by it
 
@@ -180,7 +180,7 @@ def _output_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return dout divided by the share that dropout keeps, and the sum of dout * out per row."""
     dot = new_rows([row[..., :1] for row in out_rows], "dot", scratch)
-    for part, dout, out in zip(parts(dot, out_rows), dout_rows, out_rows, strict=True):
+    for part, dout, out in zip(parts(dot, len(out_rows)), dout_rows, out_rows, strict=True):
         torch.sum(dout * out, -1, keepdim=True, out=part)
     if dropout == 0:
         return packed(dout_rows, "dout", scratch), dot

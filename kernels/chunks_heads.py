@@ -9,9 +9,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from kernels.call import Call
-from kernels.dropout import row_keys
 from kernels.chunks_streams import Streams, is_packed, pack, parts
 from kernels.chunks_tiles import Tile, tiles_of
+from kernels.dropout import row_keys
 
 
 class Scratch:
@@ -98,7 +98,7 @@ def new_rows(rows: list[Tensor], name: str, scratch: Scratch) -> Tensor:
 
 
 def _queries(rows: list[Tensor], bias: Tensor | None, factor: float, into: Tensor) -> Tensor:
-    for part, row in zip(parts(into, rows), rows, strict=True):
+    for part, row in zip(parts(into, len(rows)), rows, strict=True):
         if bias is None:
             torch.mul(row, factor, out=part)
         else:

@@ -88,7 +88,7 @@ def pack(
     rows: list[Float[Tensor, "batch stream *dim"]], into: Float[Tensor, "streams stream *dim"]
 ) -> Float[Tensor, "streams stream *dim"]:
     """Copy the residues' rows one after another into a contiguous tensor."""
-    for part, row in zip(parts(into, rows), rows, strict=True):
+    for part, row in zip(parts(into, len(rows)), rows, strict=True):
         part.copy_(row)
     return into
 
@@ -98,15 +98,15 @@ def unpack(
 ) -> None:
     """Copy back what `pack` laid out, into the residues' rows, unless it is those rows itself."""
     if packed is not rows[0]:
-        for part, row in zip(parts(packed, rows), rows, strict=True):
+        for part, row in zip(parts(packed, len(rows)), rows, strict=True):
             row.copy_(part)
 
 
 def parts(
-    packed: Float[Tensor, "streams stream *dim"], rows: list[Float[Tensor, "batch stream *dim"]]
+    packed: Float[Tensor, "streams stream *dim"], residues: int
 ) -> tuple[Float[Tensor, "batch stream *dim"], ...]:
-    """Return the part of a packed tensor that belongs to each residue's rows."""
-    return packed.unflatten(0, (len(rows), -1)).unbind(0)
+    """Return the part of a packed tensor that belongs to each of so many residues."""
+    return packed.unflatten(0, (residues, -1)).unbind(0)
 
 
 def is_packed(rows: list[Float[Tensor, "batch stream *dim"]]) -> bool:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-_TILE_BYTES = 2**20
+TILE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Tile:
         """Whether the blocks' windows on the keys share no key."""
         return self.across or self.count == 1
 
-    def on_queries(self, x: Float[Tensor, "streams stream dim"]) -> Float[Tensor, "count rows dim"]:
+    def on_queries(
+        self, x: Shaped[Tensor, "streams stream dim"]
+    ) -> Shaped[Tensor, "count rows dim"]:
         """Return the blocks' queries as a view of a packed tensor."""
         return self._window(x, self.query, self.length)
 
@@ -79,7 +81,7 @@ def tiles_of(streams: int, queries: int, keys: int, window: int, itemsize: int) 
     """Yield the tiles of `streams` packed streams, which cover every query once."""
     size = block_length(window)
     offset = keys - queries
-    budget = _TILE_BYTES // itemsize
+    budget = TILE_BYTES // itemsize
 
     def capacity(length: int, reach: int) -> int:
         return max(1, budget // (length * (reach + length)))
