@@ -153,7 +153,12 @@ def seat_from_environment(config: TrainerConfig) -> Seat | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         environment, starter = TorchElasticEnvironment(), "torchrun"
     elif SLURMEnvironment.detect():
-        environment, starter = SLURMEnvironment(auto_requeue=False), "srun"
+        try:
+            environment, starter = SLURMEnvironment(auto_requeue=False), "srun"
+        except RuntimeError as error:
+            raise ConfigError(
+                f"trainer.devices={config.devices}, trainer.nodes={config.nodes}: {error}"
+            ) from error
         os.environ.setdefault("MASTER_ADDR", environment.main_address)
         os.environ.setdefault("MASTER_PORT", str(environment.main_port))
     elif config.nodes > 1:
