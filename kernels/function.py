@@ -194,16 +194,12 @@ def _backward(
 
         def do(number: int) -> None:
             run = tasks.runs[number]
-            try:
-                compute(run.begin, run.end, *numbers)
-                turns.take(run.head, run.turn, lambda: add(run.begin, *tail))
-            except BaseException:
-                turns.break_off()
-                raise
+            compute(run.begin, run.end, *numbers)
+            turns.take(run.head, run.turn, lambda: add(run.begin, *tail))
 
         return do
 
-    spread(len(tasks.runs), prepare)
+    spread(len(tasks.runs), prepare, failed=turns.break_off)
     return [d_q, d_k, d_v, *d_relative]
 
 

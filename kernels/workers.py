@@ -40,8 +40,8 @@ class _Crew:
 class _Jobs:
     """The jobs of one call and how far they are."""
 
-    def __init__(self, count: int, prepare: Callable[[], Job]) -> None:
-        self.count, self.prepare = count, prepare
+    def __init__(self, count: int, prepare: Callable[[], Job], failed: Callable[[], None]) -> None:
+        self.count, self.prepare, self.failed = count, prepare, failed
         self.claims = itertools.count()  # next() on it is atomic
         self.changed = threading.Condition()
         self.working = 0
@@ -59,6 +59,7 @@ class _Jobs:
                 claim = next(self.claims)
         except BaseException as error:  # noqa: BLE001 (raised again by the thread that asked)
             self.error = self.error or error
+            self.failed()
         finally:
             with self.changed:
                 self.working -= 1
@@ -102,13 +103,16 @@ _crew_lock = threading.Lock()
 _fork_is_watched = False
 
 
-def spread(count: int, prepare: Callable[[], Job]) -> None:
+def spread(
+    count: int, prepare: Callable[[], Job], failed: Callable[[], None] = lambda: None
+) -> None:
     """Do the jobs 0 .. count - 1, claimed in this order, on torch.get_num_threads() threads.
 
     Each thread that takes part calls `prepare` once and then what it returned with each job that it
-    claims. Raises what the first failing job raised, after all threads have stopped.
+    claims. Raises what the first failing job raised, after all threads have stopped; `failed` is
+    called as soon as a job or its preparation fails, to wake jobs that wait for another.
     """
-    jobs = _Jobs(count, prepare)
+    jobs = _Jobs(count, prepare, failed)
     helpers = min(torch.get_num_threads(), count) - 1
     if helpers > 0:
         _the_crew().invite(helpers, jobs.work)

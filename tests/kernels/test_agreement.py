@@ -28,9 +28,9 @@ CASES = [
     Case(70, 33, (2, 1), dim=32, extra_rows=1),
 ]
 LONG = [
-    Case(530, 64, (1, 3), dim=8, batch=2),
-    Case(420, 300, (1, 2), dim=8),
-    Case(400, 40, (1, 2), queries=330, dim=8),
+    Case(530, 64, (1, 3), batch=2),
+    Case(420, 300, (1, 2)),
+    Case(400, 40, (1, 2), queries=330),
 ]
 VARIANTS = [(True, 0.0), (True, 0.3), (False, 0.0), (False, 0.3)]
 

@@ -2,9 +2,9 @@
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from kernels import Band, Relative, banded_attention, function, library
 from kernels.call import make_call
 from kernels.targets import AVX2, SSE, Target, machine_target
 from kernels.tasks import backward_tasks, forward_tasks
-from tests.kernels.tester import Case, Comparison, types_of
+from tests.kernels.tester import Case, Comparison, ended_well, types_of
 
 CASES = [
     Case(1500, 1100, (1, 2), dim=64, dropout=0.2),  # two runs of keys, tasks of many shapes
@@ -76,17 +76,16 @@ def test_eight_python_threads_at_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_after_a_fork() -> None:
-    case = Case(500, 60, (1, 2), dim=64)
+    case = Case(200, 60, (1, 2), dim=64)
     q, k, v, *relative = (x.float() for x in case.tensors())
     call = make_call(q, k, v, case.band, relative=Relative(*relative), dropout=0.2, seed=7)
     expected = function.attend(call)
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.equal(function.attend(call), expected) else 1)
-    deadline = time.monotonic() + 60
-    while (waited := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert waited == (child, 0)
+        # Small tensors, compared by numpy: torch's own OpenMP threads do not survive a fork.
+        same = np.array_equal(function.attend(call).numpy(), expected.numpy())
+        os._exit(0 if same else 1)
+    assert ended_well(child, 60)
 
 
 def test_any_strides_and_alignment() -> None:

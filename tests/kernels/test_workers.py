@@ -1,5 +1,6 @@
 """The crew of threads: every job once, errors, turns, forks, several callers."""
 
+import itertools
 import os
 import threading
 import time
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from kernels.workers import Turns, spread
+from tests.kernels.tester import ended_well
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -87,7 +89,17 @@ def test_a_forked_child_has_its_own_helpers(threads: int) -> None:
         done: list[int] = []
         spread(20, lambda: done.append)
         os._exit(0 if sorted(done) == list(range(20)) else 1)
-    deadline = time.monotonic() + 30
-    while (waited := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert waited == (child, 0)
+    assert ended_well(child, 30)
+
+
+def test_a_failed_preparation_wakes_the_jobs_that_wait_for_its_turn(threads: int):
+    turns = Turns()
+    calls = itertools.count()
+
+    def prepare():
+        if next(calls) == 0:
+            raise MemoryError("no room for the first worker")
+        return lambda number: turns.take(0, number, lambda: None)
+
+    with pytest.raises(MemoryError, match="no room"):
+        spread(4, prepare, failed=turns.break_off)
