@@ -29,7 +29,7 @@ endif
 
 help:
 	@echo "make setup        build .venv from the pinned files"
-	@echo "make demo         train all stages in miniature, then a table: five minutes on 2 cores"
+	@echo "make demo         train all stages in miniature, then a table: minutes on 2 cores"
 	@echo "make test         the tests; test-slow and test-faults run those that take longer"
 	@echo "make lint         ruff, mypy and the direction of imports"
 	@echo "make bench        time and memory of banded attention"
