@@ -112,6 +112,8 @@ def test_one_process_goes_on_where_two_stopped(tmp_path: Path, nursery: Nursery)
 def launch(folder: Path) -> subprocess.Popen[bytes]:
     """A true start of two processes, long enough to be disturbed."""
     code = (
+        # A shell ignores Ctrl-C for what it starts in the background, and that is inherited.
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys\nfrom pathlib import Path\nfrom lm.run import train\n"
         "from tests.system.micro import micro\n"
         "train(micro(Path(sys.argv[1]), {'trainer.devices': 2, 'trainer.micro_batch': 1,"
@@ -166,12 +168,15 @@ def test_when_one_process_ends_all_do(
 ) -> None:
     micro(tmp_path)
     with launch(tmp_path) as first:
-        last = tmp_path / "runs" / "micro" / "stage1" / "checkpoints" / "last.ckpt"
-        wait_until(lambda: last.exists() or first.poll() is not None, 150)
-        (other,) = children(first.pid)
-        os.kill(first.pid if victim == "first" else other, number)
-        _, said = first.communicate(timeout=30)
-        wait_until(lambda: gone(other), 30)
+        try:
+            last = tmp_path / "runs" / "micro" / "stage1" / "checkpoints" / "last.ckpt"
+            wait_until(lambda: last.exists() or first.poll() is not None, 150)
+            (other,) = children(first.pid)
+            os.kill(first.pid if victim == "first" else other, number)
+            _, said = first.communicate(timeout=30)
+            wait_until(lambda: gone(other), 30)
+        finally:
+            first.kill()
     assert first.returncode == code, said.decode()
     if victim == "other":
         assert b"stopped by the end of process 1 of 2 (exit status -9)" in said
