@@ -186,10 +186,7 @@ class LanguageModel(nn.Module):
             caches: one per layer: `tokens` then continue what the caches hold.
             last: give logits for the last so many positions only.
         """
-        x = F.embedding(tokens.int(), self.embedding.weight)
-        if self.config.scale_embedding:
-            x = x * self.config.width**0.5
-        x = F.dropout(x, self.config.dropout, self.training)
+        x = F.dropout(self.embed(tokens), self.config.dropout, self.training)
         table = F.dropout(self.table, self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
             biases = self.position_biases(layer)
@@ -201,6 +198,15 @@ class LanguageModel(nn.Module):
                 x = block(x, table, *biases)
         if last is not None:
             x = x[:, -last:]
+        return self.predict(x)
+
+    def embed(self, tokens: Integer[Tensor, "B N"]) -> Float[Tensor, "B N M"]:
+        """The input of the first block, before dropout."""
+        x = F.embedding(tokens.int(), self.embedding.weight)
+        return x * self.config.width**0.5 if self.config.scale_embedding else x
+
+    def predict(self, x: Float[Tensor, "B N M"]) -> Float[Tensor, "B N 256"]:
+        """Logits (float32) from the output of the last block."""
         x = F.dropout(self.final_norm(x), self.config.dropout, self.training)
         return self.head(x).float()
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from data.corpus import Corpus, check_length, open_corpus
+from data.corpus import Corpus, check_length
 from kernels import describe_choice
 from lm.announce import announce
 from lm.check import check_train, schedule_of
 from lm.checkpoint import load_checkpoint, load_weights
-from lm.config import Config, ConfigError, UserError, data_root
+from lm.config import Config, ConfigError, UserError
 from lm.device import Device, choose_device
 from lm.files import explained
 from lm.fit import fit
@@ -37,6 +37,7 @@ from lm.module import TrainingModule
 from lm.processes import Seat, Team, joined
 from lm.progress import say
 from lm.schedule import Stage
+from lm.selection import corpus_of
 from lm.start import Start, plan_start, prepare_folder, run_folder, stage_folder
 from lm.stopping import Signals, Stop, Stopped
 
@@ -58,10 +59,12 @@ def train(config: Config, seat: Seat | None = None) -> None:
     try:
         with signals:
             train_stages(config, signals, seat)
-    except Exception:
-        if signals.noted is not None:  # the first process has ended, as the signal asked for
-            sys.exit(signals.noted.code)
-        raise
+    except Exception as error:
+        if signals.noted is None:
+            raise
+        # The first process has ended, as the signal asked for, and the connection with it.
+        sys.stderr.write(f"stopped by {signals.noted}: {type(error).__name__}: {error}\n")
+        sys.exit(signals.noted.code)
     except Stopped as stopped:
         say(f"stopped by {stopped}; {how_to_go_on(config)}", aside=True)
         signals.requeue(stopped)
@@ -87,7 +90,7 @@ def train_stages(config: Config, signals: Signals, seat: Seat | None) -> None:
         head_width = config.model.width // config.model.heads
         describe_choice(config.model.backend, dim=head_width, device=device.kind)
     sequences = [micro_batch(config, stage) for stage in chosen]
-    corpus = open_data(config)
+    corpus = corpus_of(config.data)
     for stage in chosen:
         check_length(corpus.splits["train"], stage.sequence, f"stage {stage.number}")
     check_length(corpus.splits["valid"], 1, "validation")
@@ -100,22 +103,6 @@ def train_stages(config: Config, signals: Signals, seat: Seat | None) -> None:
         say("\n".join(corpus.describe()))
         for stage, together in zip(chosen, sequences, strict=True):
             train_stage(config, stage, corpus, device, team, signals, together)
-
-
-def open_data(config: Config) -> Corpus:
-    """The corpus of a configuration."""
-    data = config.data
-    train_part, valid_part, test_part = data.fractions
-    return open_corpus(
-        data.name,
-        data_root(data),
-        path=data.path,
-        train_path=data.train_path,
-        valid_path=data.valid_path,
-        test_path=data.test_path,
-        fractions=(train_part, valid_part, test_part),
-        allow_nonstandard=data.allow_nonstandard,
-    )
 
 
 def micro_batch(config: Config, stage: Stage) -> int:

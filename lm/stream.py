@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Integer
 from torch import Tensor
 
@@ -133,7 +132,7 @@ class StreamState:
             raise ValueError(f"tokens has {tokens.shape[0]} rows, the state has {self.batch}")
         end = self.position + tokens.shape[1]
         self.position = end
-        x = embedded(self.model, tokens)
+        x = self.model.embed(tokens)
         starts = first_positions([cache.reach for cache in self.caches], first)
         x = x[:, max(0, starts[0] - (end - x.shape[1])) :]
         for layer, (block, cache) in enumerate(zip(self.blocks, self.caches, strict=True)):
@@ -144,7 +143,7 @@ class StreamState:
             if not x.shape[1]:
                 break
             x = block(x, self.model.table, *self.model.position_biases(layer), cache)
-        return self.model.head(self.model.final_norm(x)).float()
+        return self.model.predict(x)
 
 
 def first_positions(reaches: list[int], first: int) -> list[int]:
@@ -162,12 +161,6 @@ def first_positions(reaches: list[int], first: int) -> list[int]:
 def receptive_field(model: LanguageModel) -> int:
     """How many positions before a character's own input can reach its prediction."""
     return sum(cast(Block, block).attention.band.reach for block in model.blocks)
-
-
-def embedded(model: LanguageModel, tokens: Integer[Tensor, "B N"]) -> Float[Tensor, "B N M"]:
-    """The input of the first block, without dropout."""
-    x = F.embedding(tokens.int(), model.embedding.weight)
-    return x * model.config.width**0.5 if model.config.scale_embedding else x
 
 
 def keys_and_values(
