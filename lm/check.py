@@ -43,6 +43,13 @@ def check_train(config: Config) -> None:
         if optional is not None:
             _at_least(key, optional, 1)
     _at_least("validation.characters", config.validation.characters, 0)
+    for name in ("steps", "warm_up", "recorded"):
+        _at_least(f"profile.{name}", getattr(config.profile, name), 0)
+    if config.profile.steps and not config.throwaway:
+        raise ConfigError(
+            f"profile.steps={config.profile.steps}: measures instead of training, in a folder of "
+            "its own; give debug=profile"
+        )
     _at_least("seed", config.seed, 0)
     _at_least("optim.weight_decay", optim.weight_decay, 0)
     _at_least("optim.clip", optim.clip, 0)

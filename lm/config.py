@@ -24,6 +24,7 @@ __all__ = [
     "DataConfig",
     "LoggerConfig",
     "OptimConfig",
+    "ProfileConfig",
     "ScheduleConfig",
     "TrainerConfig",
     "UserError",
@@ -133,6 +134,21 @@ class LoggerConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Measuring steps instead of training (debug=profile); see `lm.profiling`.
+
+    Attributes:
+        steps: to time, each of one micro-batch per device; 0: train.
+        warm_up: steps before them.
+        recorded: steps after them, under torch's profiler.
+    """
+
+    steps: int = 0
+    warm_up: int = 1
+    recorded: int = 1
+
+
+@dataclass
 class Config:
     """One training run: `python train.py`.
 
@@ -159,6 +175,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 def to_config(node: DictConfig, kind: type) -> object:

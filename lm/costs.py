@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lm.model import SYMBOLS, ModelConfig
+from lm.model import SYMBOLS, ModelConfig, visible_pairs
 from lm.schedule import Stage
 
 FLOAT = 4
@@ -97,6 +97,16 @@ def gradients_in_block(model: ModelConfig, positions: int, compute: int) -> int:
     """
     m, f = model.width, model.feedforward
     return positions * (2 * m * FLOAT + f * compute)
+
+
+def attention_flops(model: ModelConfig, stage: Stage) -> float:
+    """Of the visible pairs of one sequence in a forward pass; the projection of r is not in it."""
+    pairs = sum(
+        visible_pairs(stage.sequence, window, stride)
+        for window, strides in zip(stage.windows, stage.strides, strict=True)
+        for stride in strides
+    )
+    return 6 * (model.width // model.heads) * pairs
 
 
 def matrix_parameters(model: ModelConfig) -> int:

@@ -22,6 +22,7 @@ from lm.logs import build_loggers, close_loggers
 from lm.module import TrainingModule
 from lm.nonfinite import NonFiniteError
 from lm.processes import Environment, Team
+from lm.profiling import Profile
 from lm.progress import ProgressLine
 from lm.saving import Checkpoints
 from lm.start import data_record
@@ -79,6 +80,7 @@ def fit(
         show=progress.show,
     )
     border = Border([Validation(valid, config.validation.every), metrics, checkpoints])
+    profile = [Profile(config, device, folder)] if config.profile.steps else []
     loggers = build_loggers(
         config.logger,
         folder,
@@ -98,7 +100,7 @@ def fit(
             max_steps=stage.steps - first,
             max_epochs=-1,
             accumulate_grad_batches=stage.batch // (team.seat.world * module.micro_batch),
-            callbacks=[KeepSignals(signals), metrics, progress, checkpoints, border],
+            callbacks=[KeepSignals(signals), *profile, metrics, progress, checkpoints, border],
             logger=loggers,
             limit_val_batches=0,
             num_sanity_val_steps=0,

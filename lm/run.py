@@ -35,6 +35,7 @@ from lm.logs import check_logger
 from lm.model import LanguageModel, bands
 from lm.module import TrainingModule
 from lm.processes import Seat, Team, joined
+from lm.profiling import measured_stage
 from lm.progress import say
 from lm.schedule import Stage
 from lm.selection import corpus_of
@@ -90,6 +91,7 @@ def train_stages(config: Config, signals: Signals, seat: Seat | None) -> None:
         head_width = config.model.width // config.model.heads
         describe_choice(config.model.backend, dim=head_width, device=device.kind)
     sequences = [micro_batch(config, stage) for stage in chosen]
+    chosen = [measured_stage(config, *each) for each in zip(chosen, sequences, strict=True)]
     corpus = corpus_of(config.data)
     for stage in chosen:
         check_length(corpus.splits["train"], stage.sequence, f"stage {stage.number}")

@@ -135,17 +135,6 @@ def test_mistakes_are_one_line(arguments, named):
     assert "\n" not in str(end.value)
 
 
-def test_a_step_is_measured_through_the_training_module(compose):
-    config = compose("experiment=demo", "stage=1", "trainer.micro_batch=1", "model.layers=6")
-    cost = measure_step.measure_step(config, steps=1, warm_up=1)
-    assert cost.seconds > cost.update_seconds > 0
-    assert cost.peak_bytes >= cost.program_bytes > 0
-    assert 0 < cost.attention_share < 1
-    assert 0 < cost.attention_flops_share < 1
-    assert sum(cost.kinds.values()) > 0
-    assert "given" in measure_step.table({"given": cost})
-
-
 ALL = "trainer.gradient_checkpointing=false"
 
 
