@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 
 from lm.evaluate import stream
+from lm.memory import peak_memory
 from lm.metrics import summed
 from lm.module import TrainingModule
 from lm.nonfinite import NonFiniteError
@@ -155,10 +155,3 @@ class Metrics(pl.Callback):
             report["val_bpc"] = module.validation.bpc
             report["val_characters"] = module.validation.count
         return report
-
-
-def peak_memory(device: torch.device) -> int:
-    """Largest memory in bytes so far: of the process on the CPU, of torch's allocator on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from lm.config import UserError
+from lm.apart import trial_run
+from lm.errors import UserError
 from lm.files import write_text
 from lm.profiling import StepCost
 
-ROOT = Path(__file__).parent.parent
 FP32 = "trainer.precision=32-true"
 BF16 = "trainer.precision=bf16-mixed"
 ALL = "trainer.gradient_checkpointing=false"
@@ -49,18 +47,8 @@ def measure(overrides: Sequence[str]) -> list[StepCost]:
     Raises:
         UserError: with its message, if it failed.
     """
-    with TemporaryDirectory() as folder:
-        command = ["train.py", "debug=profile", *overrides, f"runs_dir={folder}", "name=measured"]
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or ["no message"]
-            raise UserError(f"{' '.join(command[:-2])} failed ({done.returncode}): {said[-1]}")
-        return [
-            StepCost.read(path)
-            for path in sorted(Path(folder).glob("measured/trial/stage*/profile.json"))
-        ]
+    with trial_run(["debug=profile", *overrides]) as folders:
+        return [StepCost.read(folder / "profile.json") for folder in folders]
 
 
 def table(costs: dict[str, list[StepCost]]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lm import measure_step
+from lm import measure_step, precision
 from lm.check import check_train
 from lm.compose import train_config
 from lm.config import ConfigError
@@ -88,7 +88,7 @@ def test_cases_become_rows(
 
     monkeypatch.setattr(subprocess, "run", train)
     measure_step.main(["--case", "two-processes", "trainer.precision=32-true"])
-    assert asked[0][1:3] == ["train.py", "debug=profile"]
+    assert asked[0][1] == "train.py" and "debug=profile" in asked[0]
     assert "trainer=ddp" in asked[0] and "trainer.precision=32-true" in asked[0]
     _, row = capsys.readouterr().out.splitlines()
     words = "two-processes 1 2 x 1 x 32 32-true 1 inputs 2 0.5 32 50% nan% 25% 1.50"
@@ -101,3 +101,34 @@ def test_a_case_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     with pytest.raises(SystemExit, match=r"stage=7 failed \(1\): error: the reason"):
         measure_step.main(["stage=7"])
+
+
+def metrics(folder: str, precision: str) -> None:
+    """A metrics.csv of eight steps; in bf16 each is 0.01 worse, and the last 0.09."""
+    worse = 0.01 if precision == "bf16-mixed" else 0.0
+    rows = [f"{8 - step + worse + (step == 7) * worse * 8},,10{step},1.5" for step in range(8)]
+    rows[-1] = rows[-1].replace(",,", f",{4 - worse},")
+    path = Path(folder) / "measured" / "trial" / "stage1" / "metrics.csv"
+    path.parent.mkdir(parents=True)
+    head = "train_bpc,val_bpc,characters_per_second,memory_gb"
+    path.write_text("\n".join([head, *rows]))
+
+
+def test_precisions_are_held_against_float32(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def train(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        given = dict(argument.split("=", 1) for argument in command[2:])
+        assert given["schedule.stages.1.steps"] == "8" and given["model.layers"] == "2"
+        metrics(given["runs_dir"], given["trainer.precision"])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", train)
+    precision.main(["--steps", "8", "--json", str(tmp_path / "out.json"), "model.layers=2"])
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.split()[:1] + row.split()[3:] == (
+        ["bf16-mixed", "0.02000", "0.09000", "+0.05000", "-0.01000", "104", "1.50"]
+    )
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["bf16-mixed"]["difference"]["val"] == pytest.approx(-0.01)
+    assert written["32-true"]["difference"]["largest"] == 0
