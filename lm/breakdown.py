@@ -15,7 +15,7 @@ KINDS = {
     "optimiser": ("aten::_fused_adam", "aten::_foreach_add", "aten::_foreach_addc"),
     "gradient clipping": ("aten::_foreach_norm", "aten::_foreach_mul", "aten::linalg_vector_norm"),
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm"),
-    "dropout": ("aten::dropout", "aten::native_dropout", "aten::bernoulli", "NativeDropout"),
+    "dropout": ("_Dropout", "aten::dropout", "aten::native_dropout", "NativeDropout"),
     "gelu": ("aten::gelu",),
     "layer norm": ("aten::native_layer_norm", "aten::layer_norm"),
     "loss": ("aten::_log_softmax", "aten::nll_loss", "aten::log_softmax", "aten::cross_entropy"),

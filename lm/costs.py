@@ -60,15 +60,16 @@ def kept_by_block(
     """What one block keeps. `compute`: bytes of a number in its matrix products, 4 or 2.
 
     Per position: two residual streams with their LayerNorms' statistics, each matrix product's
-    input, GELU's input, and the dropout factors. Under mixed precision q, k and v each keep their
-    own cast of their common input, and attention's output is kept in both precisions.
+    input, GELU's input, and the dropout masks, a byte an element. Under mixed precision q, k and v
+    each keep their own cast of their common input, and attention's output is kept in both
+    precisions.
     """
     n, m, f = sequence * sequences, model.width, model.feedforward
     mixed = compute < FLOAT
     drop = model.dropout > 0
     inputs = (3 if mixed else 1) * m + (m if mixed else 0) + m + f  # of q, k, v; o; inner; outer
     dropped = (2 * m + f) if drop else 0
-    per_position = 2 * (m * FLOAT + 2 * FLOAT) + compute * (inputs + f + dropped)
+    per_position = 2 * (m * FLOAT + 2 * FLOAT) + compute * (inputs + f) + dropped
     distances = min(window, sequence - 1) + 1
     attention = n * FLOAT * (4 * m + model.heads) + FLOAT * m * distances
     return Kept(n * per_position, attention)
@@ -78,7 +79,7 @@ def kept_around_blocks(model: ModelConfig, positions: int, compute: int) -> Kept
     """What is kept of the embedding, the last LayerNorm and the head's input."""
     m = model.width
     per_position = 4 + compute * m  # the tokens, the head's input
-    per_position += 2 * m * FLOAT if model.dropout > 0 else 0
+    per_position += 2 * m if model.dropout > 0 else 0
     if model.final_norm:
         per_position += m * FLOAT + 2 * FLOAT
     return Kept(positions * per_position)

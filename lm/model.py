@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import Band
 from lm.attention import BandedAttention, KeyValueCache
+from lm.dropout import dropout
 from lm.positions import sinusoidal_table
 from lm.schedule import Stage
 
@@ -103,7 +104,7 @@ class Block(nn.Module):
         return x + self._drop(self.outer(hidden))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return dropout(x, self.dropout, self.training)
 
 
 class LanguageModel(nn.Module):
@@ -186,8 +187,8 @@ class LanguageModel(nn.Module):
             caches: one per layer: `tokens` then continue what the caches hold.
             last: give logits for the last so many positions only.
         """
-        x = F.dropout(self.embed(tokens), self.config.dropout, self.training)
-        table = F.dropout(self.table, self.config.dropout, self.training)
+        x = dropout(self.embed(tokens), self.config.dropout, self.training)
+        table = dropout(self.table, self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):
             biases = self.position_biases(layer)
             if caches is not None:
@@ -207,7 +208,7 @@ class LanguageModel(nn.Module):
 
     def predict(self, x: Float[Tensor, "B N M"]) -> Float[Tensor, "B N 256"]:
         """Logits (float32) from the output of the last block."""
-        x = F.dropout(self.final_norm(x), self.config.dropout, self.training)
+        x = dropout(self.final_norm(x), self.config.dropout, self.training)
         return self.head(x).float()
 
 
