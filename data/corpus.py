@@ -112,7 +112,7 @@ def open_corpus(
         DataError: with one line that says what was found, what was expected and what to do.
     """
     if name not in NAMES:
-        raise DataError(f"unknown corpus {name!r}: expected one of {', '.join(NAMES)}")
+        raise DataError(f"data.name={name}: expected one of {', '.join(NAMES)}")
     paths = {"path": path, "train_path": train_path, "valid_path": valid_path}
     paths |= {"test_path": test_path}
     given = {key: absolute(value) for key, value in paths.items() if str(value)}
@@ -156,8 +156,11 @@ def _open_official(official: Official, allow_nonstandard: bool, store: Store) ->
 
 
 def _open_file(given: dict[str, Path], fractions: Sequence[float], store: Store) -> Corpus:
-    for text in given.values():
-        first_bytes(text)  # an error for what is no file, or cannot be read
+    for key, text in given.items():
+        try:
+            first_bytes(text)  # an error for what is no file, or cannot be read
+        except DataError as error:
+            raise DataError(f"data.{key}: {error}; give another data.{key}=FILE") from error
     if "path" in given:
         return _corpus("file", examine(given["path"], fractions, store), "a text of your own")
     records = [examine(given[f"{name}_path"], (1.0,), store) for name in SPLITS]
@@ -186,19 +189,21 @@ def _check_arguments(
     three = {f"{split}_path" for split in SPLITS}
     if name == "file":
         if not ({"path"} == set(given) or three == set(given)):
-            found = ", ".join(given) or "none"
+            found = ", ".join(f"data.{key}" for key in given) or "none"
             raise DataError(
-                "name=file needs either path or all of train_path, valid_path and test_path; "
-                f"given: {found}"
+                "data.name=file needs either data.path or all of data.train_path, data.valid_path "
+                f"and data.test_path; given: {found}"
             )
     elif given:
-        raise DataError(f"{', '.join(given)}: only for name=file, not for name={name}")
+        keys = ", ".join(f"data.{key}" for key in given)
+        raise DataError(f"{keys}: only for data=file, not for data={name}")
     if allow_nonstandard and name not in OFFICIAL:
-        raise DataError(f"allow_nonstandard: only for {', '.join(OFFICIAL)}, not for name={name}")
+        official = " and ".join(OFFICIAL)
+        raise DataError(f"data.allow_nonstandard: only for {official}, not for data={name}")
     shares = tuple(fractions)
     if len(shares) != len(SPLITS) or not all(share > 0 for share in shares):
-        raise DataError(f"fractions={list(shares)}: expected three numbers above 0")
+        raise DataError(f"data.fractions={list(shares)}: expected three numbers above 0")
     if not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        raise DataError(f"fractions={list(shares)} sum to {sum(shares)}, expected 1")
+        raise DataError(f"data.fractions={list(shares)} sum to {sum(shares)}, expected 1")
     if shares != FRACTIONS and (name != "file" or "path" not in given):
-        raise DataError(f"fractions={list(shares)}: only for name=file with path")
+        raise DataError(f"data.fractions={list(shares)}: only for data=file with data.path")

@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 class DataError(Exception):
-    """A text cannot be had, or is not what it should be; the message is one line and says why."""
+    """A text cannot be had, or is not what it should be.
+
+    The message is one line that says why; it names arguments as a configuration does, data.path.
+    """
 
 
 def shown(path: Path | str) -> str:

@@ -32,7 +32,7 @@ def stdlib_files(folder: Path) -> list[str]:
     if not files:
         raise DataError(
             f"no .py file in {shown(folder)}: this Python's standard library has no source text; "
-            "use name=file with a text of your own"
+            "use data=file data.path=FILE with a text of your own"
         )
     return sorted(files, key=os.fsencode)
 

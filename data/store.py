@@ -49,7 +49,7 @@ class Store:
         try:
             mode = self.root.stat().st_mode
             if not stat.S_ISDIR(mode):
-                raise DataError(f"root={shown(self.root)} is a file, expected a folder")
+                raise DataError(f"data.root={shown(self.root)} is a file, expected a folder")
             next(self.root.iterdir(), None)
         except FileNotFoundError:
             return

@@ -40,7 +40,7 @@ class Wanted:
             offset, value = first
             raise DataError(
                 f"{shown(label)}: byte 0x{value:02X} at offset {offset} is no symbol of "
-                f"{self.official.name} (a-z and space); use name=file for other texts"
+                f"{self.official.name} (a-z and space); data=file data.path=FILE takes other texts"
             )
         difference = self.difference(facts)
         if difference and not self.allow_nonstandard:
@@ -58,7 +58,7 @@ class Wanted:
     def _refusal(self, label: Path | str, difference: str) -> DataError:
         return DataError(
             f"{shown(label)} is not the standard {self.official.name}: {difference}; get "
-            f"{self.official.url}, or set allow_nonstandard=true to use another text in its place"
+            f"{self.official.url}, or set data.allow_nonstandard=true to use another text instead"
         )
 
 

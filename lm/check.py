@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lm.config import Config, ScheduleConfig
+from lm.config import LARGEST_SEED, MOST_THREADS, Config, ScheduleConfig
 from lm.errors import ConfigError
 from lm.model import ModelConfig
 from lm.schedule import Schedule, ScheduleError, build_schedule
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed")
+LONGEST_NAME = 200  # bytes; file systems take 255
+# Far beyond any use, and small enough that products of them are exact everywhere.
+MOST, WIDEST = 2**31 - 1, 2**20
 
 
 def check_train(config: Config) -> None:
@@ -38,10 +41,11 @@ def check_train(config: Config) -> None:
         _at_least(key, value, 1)
     for key, optional in {
         "trainer.micro_batch": trainer.micro_batch,
-        "trainer.threads": trainer.threads,
     }.items():
         if optional is not None:
             _at_least(key, optional, 1)
+    if trainer.threads is not None:
+        _within("trainer.threads", trainer.threads, 1, MOST_THREADS)
     _at_least("validation.characters", config.validation.characters, 0)
     for name in ("steps", "warm_up", "recorded"):
         _at_least(f"profile.{name}", getattr(config.profile, name), 0)
@@ -50,9 +54,11 @@ def check_train(config: Config) -> None:
             f"profile.steps={config.profile.steps}: measures instead of training, in a folder of "
             "its own; give debug=profile"
         )
-    _at_least("seed", config.seed, 0)
+    _within("seed", config.seed, 0, LARGEST_SEED)
     _at_least("optim.weight_decay", optim.weight_decay, 0)
     _at_least("optim.clip", optim.clip, 0)
+    if not (math.isfinite(optim.eps) and optim.eps > 0):
+        raise ConfigError(f"optim.eps={optim.eps}: expected more than 0")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ConfigError(f"optim.betas={optim.betas}: expected two numbers from 0 to below 1")
     if len(config.data.fractions) != 3:
@@ -117,19 +123,23 @@ def _check_name(name: str) -> None:
         raise ConfigError(
             f"name={name!r}: expected the name of a folder inside runs_dir, without a slash"
         )
+    if (size := len(name.encode("utf-8", "surrogateescape"))) > LONGEST_NAME:
+        raise ConfigError(
+            f"name={name[:20]}...: has {size} bytes, a folder's name has at most {LONGEST_NAME}"
+        )
 
 
 def _check_stages(table: ScheduleConfig) -> None:
     for number, stage in table.stages.items():
         key = f"schedule.stages.{number}"
         for name in ("sequence", "batch", "steps"):
-            _at_least(f"{key}.{name}", getattr(stage, name), 1)
+            _within(f"{key}.{name}", getattr(stage, name), 1, MOST)
         for window in stage.windows:
-            _at_least(f"{key}.windows", window, 0)
+            _within(f"{key}.windows", window, 0, WIDEST)
         if not (math.isfinite(stage.lr) and stage.lr > 0):
             raise ConfigError(f"{key}.lr={stage.lr}: expected more than 0")
     for stride in table.strides:
-        _at_least("schedule.strides", stride, 1)
+        _within("schedule.strides", stride, 1, WIDEST)
     if not 0 <= table.warmup_fraction <= 1:
         raise ConfigError(
             f"schedule.warmup_fraction={table.warmup_fraction}: expected between 0 and 1"
@@ -145,3 +155,8 @@ def _choice(key: str, value: str, choices: Sequence[str]) -> None:
 def _at_least(key: str, value: int | float, least: int) -> None:
     if not (math.isfinite(value) and value >= least):
         raise ConfigError(f"{key}={value}: expected at least {least}")
+
+
+def _within(key: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{key}={value}: expected {least} to {most}")

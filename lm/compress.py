@@ -41,7 +41,7 @@ from rich.progress import track
 from lm.config import ConfigError, UserError
 from lm.config_eval import CompressConfig, check_compress
 from lm.device import Device
-from lm.files import replacing
+from lm.files import check_file, replacing
 from lm.model import SYMBOLS, LanguageModel
 from lm.resolve import compute_device, model_sha256, open_model, open_source
 from lm.step import Stepper
@@ -158,8 +158,11 @@ def read_header(blob: bytes, name: str) -> tuple[Header, np.ndarray]:
         raise CompressError(f"{name}: damaged or cut short, its checksum does not match")
     _, model, content, length, size = HEADER.unpack_from(body)
     start = HEADER.size + size
-    header = Header(model, content, length, body[HEADER.size : start].decode())
-    return header, np.frombuffer(body[start:], dtype=WORD).astype(np.uint32)
+    try:
+        header = Header(model, content, length, body[HEADER.size : start].decode())
+        return header, np.frombuffer(body[start:], dtype=WORD).astype(np.uint32)
+    except ValueError as error:
+        raise CompressError(f"{name}: damaged, {error}") from error
 
 
 def setting_of(device: Device) -> str:
@@ -177,6 +180,7 @@ def compress_command(config: CompressConfig) -> None:
     source, target = Path(config.input), Path(config.output)
     if target.exists() and not config.overwrite:
         raise ConfigError(f"output={target}: exists; choose another, or overwrite=true")
+    check_file(f"output={target}", target)
     try:
         data = source.read_bytes()
     except OSError as error:

@@ -34,6 +34,9 @@ __all__ = [
     "to_config",
 ]
 
+MOST_THREADS = 1024
+LARGEST_SEED = 2**64 - 1
+
 
 @dataclass
 class DataConfig:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lm.config import ConfigError, DataConfig
+from lm.config import LARGEST_SEED, MOST_THREADS, ConfigError, DataConfig
 
 NEWLINE = ord("\n")
 PROTOCOLS = ("stream", "overlap", "paper")
@@ -179,6 +179,8 @@ def check_sample(config: SampleConfig) -> None:
     check_source(config)
     check_compute(config.trainer, one_device=True)
     at_least_1("length", config.length)
+    if not 0 <= config.seed <= LARGEST_SEED:
+        raise ConfigError(f"seed={config.seed}: expected 0 to {LARGEST_SEED}")
     for key, value in (("temperature", config.temperature), ("top_k", config.top_k)):
         if not 0 <= value < float("inf"):
             raise ConfigError(f"{key}={value}: expected at least 0")
@@ -212,6 +214,11 @@ def check_source(config: SourceConfig) -> None:
     if bool(config.run) == bool(config.ckpt):
         found = f"run={config.run} and ckpt={config.ckpt}" if config.run else "neither"
         raise ConfigError(f"run, ckpt: found {found}; give run=NAME or ckpt=PATH")
+    if "/" in config.run:
+        raise ConfigError(
+            f"run={config.run}: expected the name of a folder in runs_dir={config.runs_dir}; "
+            "ckpt=PATH takes a checkpoint anywhere"
+        )
     if config.stage is not None:
         at_least_1("stage", config.stage)
         if config.ckpt:
@@ -233,8 +240,8 @@ def check_compute(config: ComputeConfig, *, one_device: bool = False) -> None:
             f"trainer.precision={config.precision}: this command computes in 32-true, since it "
             "makes one character at a time"
         )
-    if config.threads is not None:
-        at_least_1("trainer.threads", config.threads)
+    if config.threads is not None and not 1 <= config.threads <= MOST_THREADS:
+        raise ConfigError(f"trainer.threads={config.threads}: expected 1 to {MOST_THREADS}")
 
 
 def merged_data(recorded: dict[str, Any], override: DataOverride) -> DataConfig:

@@ -6,14 +6,16 @@ Only mistakes that a user can mend are shortened. Everything else keeps its trac
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -21,13 +23,26 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch import OutOfMemoryError
 
 from data.corpus import DataError
 from kernels import BackendError
+from lm.arguments import quote
 from lm.config import ConfigError, UserError, to_config
 
 CONF = Path(__file__).parent.parent / "conf"
 USER_ERRORS = (UserError, DataError, BackendError)
+# What Hydra takes for an override: key=value, +key=value, ++key=value, or ~key to delete.
+ARGUMENT = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./@:-]*=|~[A-Za-z_][\w./@:-]*$")
+ENTRIES = r"schedule\.stages"
+# OmegaConf's words for what is wrong with a value, and plainer ones.
+WORDS = {
+    r"[Ff]ield '.*' is not Optional": "found null, expected a value",
+    r"Invalid (value|type) assigned: ": "",
+    r"is not a ListConfig, list or tuple\.?": "found, expected a list as in [1,2]",
+    r"Cannot convert '(\w+)' to string: .*": r"\1 found, expected a text; quote it if it is one",
+    r"(\w+) is not a subclass of (\w+)\..*": r"\1 found, expected \2; give its keys one by one",
+}
 
 
 def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Callable[[], None]]:
@@ -44,13 +59,26 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
                 return function(to_config(node, schema))
             except USER_ERRORS as error:
                 sys.exit(f"error: {one_line(str(error))}")
+            except (MemoryError, RuntimeError) as error:
+                if not isinstance(error, MemoryError | OutOfMemoryError) and (
+                    "DefaultCPUAllocator" not in str(error)
+                ):
+                    raise
+                sys.exit(
+                    f"error: not enough memory: {one_line(str(error))[:200]}; use a smaller "
+                    "trainer.micro_batch, model or sequence"
+                )
+            except OmegaConfBaseException as error:  # here, or Hydra says a line of its own
+                sys.exit(f"error: {explain(error, schema)}")
 
         def run() -> None:
             ConfigStore.instance().store(name=f"{name}_schema", node=schema)
             # Hydra then raises its errors instead of printing them over many lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
+            if isinstance(sys.stdout, io.TextIOWrapper):  # a path may be more than it can show
+                sys.stdout.reconfigure(errors="backslashreplace")
             try:
-                refuse_options(sys.argv[1:], schema)
+                refuse_arguments(sys.argv[1:], schema)
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
             except ConfigError as error:
                 sys.exit(f"error: {error}")
@@ -64,15 +92,27 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
     return wrap
 
 
-def refuse_options(arguments: Sequence[str], schema: type) -> None:
-    """Raise ConfigError for an option that Hydra does not have, as other programs might."""
-    _, unknown = get_args_parser().parse_known_args(arguments)
+def refuse_arguments(arguments: Sequence[str], schema: type) -> None:
+    """Raise ConfigError for an option that Hydra does not have, or what is no key=value."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --hydra-help explains the options")
+
+    parser.error = refuse
+    known, unknown = parser.parse_known_args(arguments)
     for option in unknown:
         name = option.lstrip("-").partition("=")[0].replace("-", "_")
         hint = nearest_key(name, schema)
         raise ConfigError(
             f"{option}: unknown option; values are given as key=value, without dashes; {hint}"
         )
+    for argument in known.overrides:
+        if not ARGUMENT.match(argument):
+            raise ConfigError(
+                f"{argument}: expected key=value, without blanks around the =; a value with blanks "
+                "has to be quoted for the shell, as in 'key=two words'"
+            )
 
 
 def explain(error: Exception, schema: type) -> str:
@@ -89,8 +129,9 @@ def explain(error: Exception, schema: type) -> str:
         key = found.group(1)
         if re.search(r"Key '.*' (is )?not in", whole):
             return f"{key}: unknown key; {nearest_key(key, schema)}"
-        reason = re.search(r"(Value .*|field .*|.*cannot be .*|.*ncompatible.*)", whole)
-        return f"{key}: {one_line(reason.group(1) if reason else whole)}"
+        if merged := re.search(r"Error merging override (\S+?)(=|$)", whole, re.MULTILINE):
+            key = merged.group(1)
+        return f"{key}: {_reason(whole)}"
     return one_line(whole)
 
 
@@ -100,11 +141,21 @@ def _messages(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__
 
 
+def _reason(whole: str) -> str:
+    """What is wrong, without the places inside of OmegaConf where it was noticed."""
+    lines = dict.fromkeys(line.strip() for line in whole.splitlines())
+    inside = ("Error merging override", "full_key:", "reference_type=", "object_type=")
+    reason = one_line(" ".join(line for line in lines if not line.startswith(inside)))
+    for theirs, ours in WORDS.items():
+        reason = re.sub(theirs, ours, reason)
+    return reason
+
+
 def _explain_quoting(override: str) -> str:
     key, _, value = override.partition("=")
     return (
         f"{override}: a value with =, commas or other signs has to be quoted twice, "
-        f"once for the shell: '{key}=\"{value}\"'"
+        f"once for the shell: {shlex.quote(f'{key}={quote(value)}')}"
     )
 
 
@@ -112,22 +163,29 @@ def nearest_key(key: str, schema: type) -> str:
     """A hint at the valid key that is most like `key`, or at those of its section."""
     known = list(keys(schema))
     section, _, name = key.rpartition(".")
+    entry = re.match(rf"({ENTRIES})\.([^.]+)$", section)
+    section = f"{entry.group(1)}.*" if entry else section
     close = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in known], 1, 0.75)
     if near := [k for k in known if close and k.rpartition(".")[2] == close[0]]:
         best = difflib.get_close_matches(key, near, 1, 0.0)[0]
-        return f"did you mean {best}?"
+        return f"did you mean {best.replace('*', entry.group(2) if entry else '<number>')}?"
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    if siblings == ["*"]:
+        return f"{section} has one entry for each stage of the schedule; --cfg job shows them"
     return f"{section or 'this command'} has {', '.join(siblings) or 'no keys'}"
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """All dotted keys of a schema."""
+    """All dotted keys of a schema; * stands for the names of a table's entries."""
     hints = get_type_hints(schema)
     for field in fields(schema):
-        kind = hints[field.name]
-        yield prefix + field.name
+        kind, key = hints[field.name], prefix + field.name
+        yield key
+        if get_origin(kind) is dict:
+            kind, key = get_args(kind)[1], f"{key}.*"
+            yield key
         if is_dataclass(kind) and isinstance(kind, type):
-            yield from keys(kind, f"{prefix}{field.name}.")
+            yield from keys(kind, f"{key}.")
 
 
 def one_line(text: str) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from lm.errors import UserError, WriteError
+from lm.errors import ConfigError, UserError, WriteError
 
 UNFINISHED = ".unfinished"
 
@@ -52,6 +52,31 @@ def explained(path: Path) -> Iterator[None]:
         if refusal is None:
             raise
         raise WriteError(f"{path}: cannot be written ({refusal.strerror or refusal})") from error
+
+
+def check_folder(key: str, folder: Path) -> None:
+    """Refuse a folder in which no files can be made, before any work is done for them.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    folder = folder.absolute()
+    place = next(part for part in (folder, *folder.parents) if part.exists())
+    if not place.is_dir():
+        raise ConfigError(f"{key}: {place} is a file, expected a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: {place} cannot be written; choose another folder")
+
+
+def check_file(key: str, path: Path) -> None:
+    """Refuse a path where no file can be made, before any work is done for it.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{key}: {path} is a folder, expected the path of a file")
+    check_folder(key, path.parent)
 
 
 def system_error(error: BaseException | None) -> OSError | None:

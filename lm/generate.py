@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lm.config import UserError
 from lm.config_eval import SampleConfig, check_sample
-from lm.files import replacing
+from lm.files import check_file, replacing
 from lm.model import LanguageModel
 from lm.resolve import compute_device, open_model, open_source
 from lm.step import Stepper
@@ -99,6 +99,8 @@ def sample_command(config: SampleConfig) -> None:
     check_sample(config)
     device = compute_device(config.trainer)
     prompt = prompt_of(config)
+    if config.output:
+        check_file(f"output={config.output}", Path(config.output))
     model = open_model(open_source(config), device, config.backend)
     made = generate(
         model,

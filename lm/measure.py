@@ -12,14 +12,15 @@ from jaxtyping import Float64, Integer
 from torch import Tensor
 
 from lm.checkpoint import stage_of
-from lm.config import ConfigError
+from lm.config import ConfigError, TrainerConfig
 from lm.config_eval import NEWLINE, ComputeConfig, EvalConfig, check_eval, merged_data
 from lm.curves import Point, context_curve, context_edges, curve_of
 from lm.device import Device
 from lm.evaluate import Grid, score_windows, share, stream
+from lm.files import check_folder
 from lm.metrics import Tally
 from lm.model import LanguageModel
-from lm.record import keep, make_record, opening, protocol_notes, say
+from lm.record import keep, make_record, opening, protocol_notes, results_folder, say
 from lm.resolve import autocast, compute_device, open_model, open_source
 from lm.selection import Selection, corpus_difference, corpus_of, select
 
@@ -73,6 +74,8 @@ def evaluate_command(config: EvalConfig) -> dict[str, Any] | None:
     check_eval(config)
     device = compute_device(config.trainer)
     source = open_source(config)
+    if folder := results_folder(config, source):
+        check_folder(f"results={config.results}" if config.results else "runs_dir", folder)
     corpus = corpus_of(merged_data(source.checkpoint["config"]["data"], config.data))
     difference = corpus_difference(source, corpus)
     stage = stage_of(source.checkpoint)
@@ -103,6 +106,10 @@ def launch(config: ComputeConfig, device: Device) -> Team:
         return Team(torch.device(device.kind))
     from lightning_fabric import Fabric
 
+    from lm.processes import seat_from_environment
+
+    # Refuses other numbers of processes than there are, for which Fabric would wait for ever.
+    seat_from_environment(TrainerConfig(devices=config.devices, nodes=config.nodes))
     fabric: Fabric = Fabric(
         accelerator=device.kind, devices=config.devices, num_nodes=config.nodes, strategy="ddp"
     )

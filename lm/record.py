@@ -131,6 +131,13 @@ def make_record(
     }
 
 
+def results_folder(config: EvalConfig, source: Source) -> Path | None:
+    """Where the result is kept, if anywhere."""
+    if config.results:
+        return Path(config.results)
+    return source.run_folder / "results" if source.run_folder else None
+
+
 def keep(
     config: EvalConfig, source: Source, record: dict[str, Any], curves: dict[str, list[Point]]
 ) -> None:
@@ -141,9 +148,7 @@ def keep(
     )
     if record["characters_left_out"]:
         say(f"{record['characters_left_out']:,} characters are not scored by this protocol")
-    folder = Path(config.results) if config.results else None
-    if folder is None and source.run_folder is not None:
-        folder = source.run_folder / "results"
+    folder = results_folder(config, source)
     if folder is None:
         say("not kept: give results=FOLDER to keep it with its curves")
     else:

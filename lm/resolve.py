@@ -57,7 +57,7 @@ def best_checkpoint(folder: Path, stage: int | None = None) -> Path:
     for path in folder.glob("stage*/state.json"):
         number = path.parent.name.removeprefix("stage")
         if number.isdecimal():
-            states[int(number)] = json.loads(path.read_text())
+            states[int(number)] = read_state(path)
     if not states:
         where = folder.parent
         known = sorted({p.parent.parent.name for p in where.glob("*/stage*/state.json")})
@@ -76,6 +76,18 @@ def best_checkpoint(folder: Path, stage: int | None = None) -> Path:
         )
     chosen = max(finished) if stage is None else stage
     return folder / f"stage{chosen}" / "checkpoints" / "best.ckpt"
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A stage's state.json."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return {name: state[name] for name in ("step", "steps", "finished")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: damaged ({error}); train.py with this run's settings writes it anew, or give "
+            "ckpt=PATH of a checkpoint"
+        ) from error
 
 
 def open_model(source: Source, device: Device, backend: str) -> LanguageModel:

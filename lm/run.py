@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ from lm.module import TrainingModule
 from lm.processes import Seat, Team, joined
 from lm.profiling import measured_stage
 from lm.progress import say
+from lm.saving import check_room
 from lm.schedule import Stage
-from lm.selection import corpus_of
-from lm.start import Start, plan_start, prepare_folder, run_folder, stage_folder
+from lm.selection import corpus_of, with_absolute_paths
+from lm.start import Start, check_places, plan_start, prepare_folder, run_folder, stage_folder
 from lm.stopping import Signals, Stop, Stopped
 
 
@@ -84,6 +85,8 @@ def train_stages(config: Config, signals: Signals, seat: Seat | None) -> None:
     """Check everything, then train."""
     check_train(config)
     check_logger(config.logger)
+    check_places(config)
+    config = replace(config, data=with_absolute_paths(config.data))
     schedule = schedule_of(config)
     chosen = list(schedule.stages) if config.stage == "all" else [schedule[int(config.stage)]]
     device = choose_device(config.trainer)
@@ -98,6 +101,7 @@ def train_stages(config: Config, signals: Signals, seat: Seat | None) -> None:
     check_length(corpus.splits["valid"], 1, "validation")
     if not run_folder(config).exists():
         plan_start(config, chosen[0], corpus, config.init_from)
+        check_room(stage_folder(config, chosen[0].number), config.model, chosen[0])
     with (
         joined(config, device.kind, signals, seat) as team,
         locked(run_folder(config), team),
@@ -129,8 +133,8 @@ def micro_batch(config: Config, stage: Stage) -> int:
                 f"over {world} processes"
             )
         return trainer.micro_batch
-    fitting = max(1, trainer.micro_characters // stage.sequence)
-    return max(n for n in range(1, share + 1) if share % n == 0 and n <= fitting)
+    fitting = min(share, max(1, trainer.micro_characters // stage.sequence))
+    return max(n for n in range(1, fitting + 1) if share % n == 0)
 
 
 @contextmanager

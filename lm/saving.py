@@ -137,7 +137,8 @@ def check_room(folder: Path, model: ModelConfig, stage: Stage) -> None:
         ConfigError: naming the folder, the room that there is, and the room that is needed.
     """
     there = sum(path.stat().st_size for path in folder.glob("checkpoints/*.ckpt"))
-    free = shutil.disk_usage(folder).free
+    place = next(part for part in (folder.absolute(), *folder.absolute().parents) if part.exists())
+    free = shutil.disk_usage(place).free
     needed = parameters(model) * (3 * LAST + BEST)
     if free + there < needed:
         raise ConfigError(

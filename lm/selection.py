@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from data.corpus import SPLITS, Corpus, Split, open_corpus
+from data.store import absolute
 from lm.config import ConfigError, DataConfig, data_root
 from lm.config_eval import EvalConfig
 from lm.evaluate import targets_of
@@ -25,6 +26,15 @@ class Selection:
     def targets(self) -> int:
         """How many characters could be scored."""
         return targets_of(len(self.text), self.context)
+
+
+def with_absolute_paths(data: DataConfig) -> DataConfig:
+    """The same, so that it can be read in another folder than the one where it was typed."""
+    changed = replace(data)
+    for name in ("root", "path", "train_path", "valid_path", "test_path"):
+        if place := getattr(data, name):
+            setattr(changed, name, str(absolute(place)))
+    return changed
 
 
 def corpus_of(data: DataConfig) -> Corpus:

@@ -10,8 +10,8 @@ from typing import Any
 
 from data.corpus import Corpus
 from lm.checkpoint import CheckpointError, DamagedError, load_checkpoint, stage_of
-from lm.config import Config, UserError
-from lm.files import explained, remove_unfinished
+from lm.config import Config, ConfigError, UserError
+from lm.files import check_folder, explained, remove_unfinished
 from lm.progress import say
 from lm.saving import check_room, finished, write_state
 from lm.schedule import Stage
@@ -46,6 +46,20 @@ class Start:
     path: str = ""
     said: str = "from random weights"
     damaged: tuple[str, ...] = ()
+
+
+def check_places(config: Config) -> None:
+    """Refuse folders and files that cannot be used, before anything takes time.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if config.init_from not in ("", "scratch") and not Path(config.init_from).is_file():
+        raise ConfigError(
+            f"init_from={config.init_from}: no such checkpoint file; expected the path of one, "
+            "scratch, or nothing for the stage before"
+        )
+    check_folder(f"runs_dir={config.runs_dir}", run_folder(config))
 
 
 def run_folder(config: Config) -> Path:
@@ -99,6 +113,8 @@ def prepare_folder(config: Config, stage: Stage, start: Start) -> None:
     """
     folder = stage_folder(config, stage.number)
     checkpoints = folder / "checkpoints"
+    if start.kind != "finished":
+        check_room(folder, config.model, stage)
     with explained(folder):
         if folder.exists() and (config.overwrite or config.throwaway):
             shutil.rmtree(folder)
@@ -111,8 +127,6 @@ def prepare_folder(config: Config, stage: Stage, start: Start) -> None:
         remove_unfinished(part)
     if start.kind in ("finished", "resume"):
         write_state(folder, load_checkpoint(Path(start.path)))
-    if start.kind != "finished":
-        check_room(folder, config.model, stage)
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any] | None, tuple[str, ...]]:

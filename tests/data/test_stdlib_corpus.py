@@ -79,7 +79,7 @@ def test_it_is_made_once_and_anew_when_a_file_changes(library, root, monkeypatch
 
 def test_a_library_without_source_is_refused(root, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "stdlib_folder", lambda: tmp_path / "nothing")
-    with pytest.raises(DataError, match="has no source text; use name=file"):
+    with pytest.raises(DataError, match="has no source text; use data=file"):
         open_corpus("stdlib", root)
 
 
@@ -113,4 +113,4 @@ def test_the_command_ends_in_one_line_when_it_fails(root, tmp_path):
     process = start(root, tmp_path / "cache", "wikitext", LC_ALL="C")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
-    assert err == "error: unknown corpus 'wikitext': expected one of enwik8, text8, file, stdlib\n"
+    assert err == "error: data.name=wikitext: expected one of enwik8, text8, file, stdlib\n"

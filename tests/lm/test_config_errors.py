@@ -33,7 +33,13 @@ ROOT = Path(__file__).parent.parent.parent
         ("data.fractions=[0.5,0.5]", "data.fractions=[0.5, 0.5]: expected three numbers"),
         ("name=a/b", "name='a/b': expected the name of a folder"),
         ("name=..", "name='..': expected the name of a folder"),
-        ("seed=-1", "seed=-1: expected at least 0"),
+        ("seed=-1", "seed=-1: expected 0 to 18446744073709551615"),
+        ("seed=18446744073709551616", "seed=18446744073709551616: expected 0 to"),
+        (f"name={'x' * 201}", "name=xxxxxxxxxxxxxxxxxxxx...: has 201 bytes"),
+        ("optim.eps=0", "optim.eps=0.0: expected more than 0"),
+        ("trainer.threads=100000", "trainer.threads=100000: expected 1 to 1024"),
+        ("schedule.stages.1.windows=[9999999999]", "schedule.stages.1.windows=9999999999: exp"),
+        ("schedule.stages.2.batch=100000000000", "schedule.stages.2.batch=100000000000: exp"),
     ],
 )
 def test_values_out_of_range_are_named(override, message, compose):
@@ -47,7 +53,13 @@ def test_values_out_of_range_are_named(override, message, compose):
     [
         ("trainer.devicse", "did you mean trainer.devices?"),
         ("model.layer", "did you mean model.layers?"),
-        ("optim.lr", "optim has betas, eps, weight_decay, decay, clip, fresh, max_bad_steps"),
+        ("schedule.stages.3.sequenc", "did you mean schedule.stages.3.sequence?"),
+        (
+            "schedule.stages.6",
+            "schedule.stages has one entry for each stage of the schedule; --cfg job shows them",
+        ),
+        ("optim.lr", "did you mean schedule.stages.<number>.lr?"),
+        ("optim.x", "optim has betas, eps, weight_decay, decay, clip, fresh, max_bad_steps"),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest_one(key, hint):
@@ -61,13 +73,34 @@ def test_an_unknown_key_comes_with_the_nearest_one(key, hint):
         (["+model.size=2"], "model.size: unknown key; --cfg job shows the keys that there are"),
         (["model.layers=many"], "model.layers: Value 'many' of type 'str' could not be converted"),
         (["experiment=enwik9"], "experiment=enwik9: no such choice; expected one of demo,"),
+        (["debug=smok"], "debug=smok: no such choice; expected one of"),
+        (["=3"], "=3: expected key=value"),
+        (["seed", "=", "3"], "seed: expected key=value, without blanks around the =;"),
+        (["--ckpt", "x"], "--ckpt: unknown option; values are given as key=value, without dashes"),
+        (["--cfg", "x"], "argument --cfg/-c: invalid choice: 'x'"),
+        (["seed=${nothing}"], "seed: Interpolation key 'nothing' not found"),
+        (["stage=null"], "stage: found null, expected a value"),
+        (["stage=[1,2]"], "stage: list found, expected a text; quote it if it is one"),
+        (["data.fractions=1"], "data.fractions: int found, expected a list as in [1,2]"),
+        (["+schedule.stages.9={lr:1}"], "+schedule.stages.9: dict found, expected StageTable"),
+        (
+            ['data.path=a"b'],
+            'data.path=a"b: a value with =, commas or other signs has to be quoted'
+            ' twice, once for the shell: \'data.path="a\\"b"\'',
+        ),
+        (["runs_dir=/dev/null"], "runs_dir=/dev/null: /dev/null is a file, expected a folder"),
+        (
+            ["init_from=none.ckpt"],
+            "init_from=none.ckpt: no such checkpoint file; expected the path",
+        ),
+        (["data.path=a"], "data.path: only for data=file, not for data=enwik8"),
         (["data.path=a=b"], "data.path=a=b: a value with =, commas or other signs has to be"),
         (["data.path=a,b"], "data.path=a,b: a value with =, commas or other signs has to be"),
         (["stage=6"], "stage=6: this schedule has the stages 1 to 5"),
         (["trainer.precision=16-mixed", "trainer.accelerator=cpu"], "trainer.precision=16-mixed:"),
         (["trainer.devices=3"], "trainer.devices=3, trainer.nodes=1: 3 processes cannot share"),
         (["trainer.micro_batch=5"], "trainer.micro_batch=5: must divide 32"),
-        (["data=file", "data.path=/no/such/file"], "cannot read /no/such/file: No such file"),
+        (["data=file", "data.path=/no/such/file"], "data.path: cannot read /no/such/file: No"),
     ],
 )
 def test_the_command_line_ends_in_one_line(arguments, message, tmp_path, monkeypatch):

@@ -12,8 +12,10 @@ import pytest
 
 from lm.checkpoint import CheckpointError, load_checkpoint
 from lm.config import ConfigError, UserError
+from lm.config_eval import DataOverride, merged_data
 from lm.processes import Seat, Team
 from lm.run import locked
+from lm.selection import corpus_of
 from tests.system.conftest import Reference
 from tests.system.micro import micro, outcome, plain
 
@@ -120,7 +122,7 @@ def test_overwrite_starts_again(run: Run, begun: Path, capsys: pytest.CaptureFix
 
 
 def test_nothing_is_deleted_for_a_run_that_cannot_begin(run: Run, begun: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
+    with pytest.raises(UserError, match="init_from=none.ckpt: no such checkpoint"):
         run(stage="1", overwrite=True, init_from="none.ckpt")
     assert (begun / "checkpoints" / "last.ckpt").exists()
 
@@ -223,12 +225,27 @@ def test_a_refused_run_leaves_the_lock_to_the_next(run: Run, begun: Path) -> Non
         pass
 
 
-def test_one_checkpoint_more_than_the_disk_holds(
+def test_the_text_is_found_from_another_folder(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    micro(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run(stage="1", data__path="text", schedule__stages__1__steps=1)
+    monkeypatch.chdir("/")
+    path = tmp_path / "runs" / "micro" / "stage1" / "checkpoints" / "best.ckpt"
+    recorded = load_checkpoint(path)["config"]["data"]
+    assert recorded["path"] == str(tmp_path / "text") and recorded["root"] == ""
+    assert len(corpus_of(merged_data(recorded, DataOverride())).splits["test"]) == 1000
+
+
+def test_one_checkpoint_more_than_the_disk_holds(
+    run: Run, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    with pytest.raises(
-        ConfigError, match="has room for 0 MB, the checkpoints of stage 1 need 1 MB"
-    ):
-        run(stage="1")
+    with pytest.raises(ConfigError, match="has room for 0 MB, the checkpoints of stage 1 need 1"):
+        run(name="new", stage="1")
+    assert not (tmp_path / "runs" / "new").exists()
+    with pytest.raises(ConfigError, match="has room for 0 MB"):
+        run(stage="1", overwrite=True)
+    assert (begun / "checkpoints" / "last.ckpt").exists()
