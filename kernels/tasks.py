@@ -4,7 +4,8 @@ The cut depends on the shape of the call alone, never on the number of threads, 
 same bits on any number of threads. A head of stride c is c sequences, one per residue (see
 tvm_pack.py), and a task is a run of queries (forward) or keys (backward) of one sequence. Tasks are
 long enough for their packing to be cheap and short enough to keep many cores busy; small ones go to
-a kernel several at a time.
+a kernel several at a time. Heads come before parts of the sequence: rows of all heads at one
+position lie side by side, and are found while the processor still knows where their pages are.
 """
 
 import functools
@@ -49,7 +50,7 @@ class Tasks:
 def forward_tasks(
     batch: int, queries: int, keys: int, strides: tuple[int, ...], window: int, dim: int, block: int
 ) -> Tasks:
-    """Cut the queries; tasks begin at whole blocks of `block` queries."""
+    """Cut the queries; tasks begin at whole blocks, and are in the order of positions."""
     longest = _length(batch * len(strides) * queries, FORWARD_QUERIES, 2 * block, block)
     rows: list[_Row] = []
     for b in range(batch):
@@ -60,6 +61,7 @@ def forward_tasks(
                 rows += [
                     (b, head, residue, stride, *part) for part in _cut(begin, end, longest, block)
                 ]
+    rows.sort(key=lambda row: (row[0], row[3] * row[4], row[1], row[2]))
     return _tasks(rows, window, dim, one_head=False)
 
 
