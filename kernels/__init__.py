@@ -1,5 +1,13 @@
 """Banded attention: one public function, a plain reference, fast implementations."""
 
+import os
+import sys
+
+# OpenMP reads this when torch is imported. By default torch's threads spin between two operations,
+# and take the cores from the kernels' threads (workers.py).
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 from jaxtyping import Float
 from torch import Tensor

@@ -97,6 +97,12 @@ class _Settings(NamedTuple):
         return (*shape, self.strips(lanes), tasks)
 
     @property
+    def work(self) -> float:
+        """About how many multiplications and additions a forward pass takes."""
+        rows = self.batch * self.heads * self.queries
+        return 3.0 * self.dim * rows * (min(self.window, self.keys) + 32)
+
+    @property
     def random(self) -> tuple[int, int, int]:
         """The halves of the seed and the threshold of the dropout mask."""
         return _signed(self.seed), _signed(self.seed >> 32), round(self.dropout * 2**24)
@@ -158,7 +164,7 @@ def _forward(settings: _Settings, inputs: tuple[Tensor, ...]) -> tuple[Tensor, T
         run = tasks.runs[number]
         kernel(*tensors, run.begin, run.end, *numbers)
 
-    spread(len(tasks.runs), lambda: do)
+    spread(len(tasks.runs), lambda: do, work=settings.work)
     return out, lse
 
 
@@ -199,7 +205,7 @@ def _backward(
 
         return do
 
-    spread(len(tasks.runs), prepare, failed=turns.break_off)
+    spread(len(tasks.runs), prepare, failed=turns.break_off, work=settings.work)
     return [d_q, d_k, d_v, *d_relative]
 
 
@@ -213,12 +219,16 @@ def _pack_relative(
     packed = r.new_empty(settings.heads * strips * settings.dim * lanes)
     kernel, tensors = kernels["relative_strips"], _flat(r, packed)
     numbers = (settings.heads, settings.window, strips)
-    spread(settings.heads, lambda: lambda head: kernel(*tensors, head, head + 1, *numbers))
+    # Copying an entry takes as long as about ten multiplications.
+    work = 10.0 * packed.numel()
+    spread(
+        settings.heads, lambda: lambda head: kernel(*tensors, head, head + 1, *numbers), work=work
+    )
     return [packed, content_bias, position_bias]
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.detach().view(-1) for tensor in tensors]
+    return [tensor.view(-1) for tensor in tensors]
 
 
 def _signed(word: int) -> int:

@@ -4,9 +4,16 @@ The thread that asks works too, and helpers join it: torch.get_num_threads() - 1
 each call. Helpers are daemon threads that sleep on a queue; they start when they are first needed,
 and anew in the child after a fork. Several threads may ask at once: each does its own jobs if no
 helper is free, so nothing waits for ever.
+
+torch's own threads must not spin while they have nothing to do: they would hold the cores that the
+helpers need. OpenMP reads how its threads wait when torch is imported, so the policy is set before
+that (kernels/__init__.py), and where it could not be, it is said once.
 """
 
+import functools
 import itertools
+import logging
+import math
 import os
 import queue
 import threading
@@ -15,6 +22,9 @@ from collections.abc import Callable
 import torch
 
 Job = Callable[[int], None]
+
+_SHARE = 5e6  # multiplications and additions, about 0.1 ms, for which waking a helper is worth it
+_logger = logging.getLogger("longchar.kernels")
 
 
 class _Crew:
@@ -38,10 +48,15 @@ class _Crew:
 
 
 class _Jobs:
-    """The jobs of one call and how far they are."""
+    """The jobs of one call and how far they are.
+
+    A worker lets go of everything it works with before it counts as done, and a late one finds
+    nothing: a helper that frees tensors while the interpreter shuts down would end the process.
+    """
 
     def __init__(self, count: int, prepare: Callable[[], Job], failed: Callable[[], None]) -> None:
-        self.count, self.prepare, self.failed = count, prepare, failed
+        self.count, self.failed = count, failed
+        self.prepare: Callable[[], Job] | None = prepare
         self.claims = itertools.count()  # next() on it is atomic
         self.changed = threading.Condition()
         self.working = 0
@@ -50,24 +65,38 @@ class _Jobs:
     def work(self) -> None:
         """Claim and do jobs until none is left or one has failed."""
         with self.changed:
+            if self.prepare is None:
+                return
             self.working += 1
         try:
-            claim = next(self.claims)
-            job = self.prepare() if claim < self.count else None
-            while job is not None and claim < self.count and self.error is None:
-                job(claim)
-                claim = next(self.claims)
+            self._do_claimed(self.prepare)
         except BaseException as error:  # noqa: BLE001 (raised again by the thread that asked)
-            self.error = self.error or error
-            self.failed()
+            self._fail(error)
         finally:
             with self.changed:
                 self.working -= 1
                 self.changed.notify_all()
 
+    def _do_claimed(self, prepare: Callable[[], Job]) -> None:
+        claim = next(self.claims)
+        job = prepare() if claim < self.count else None
+        while job is not None and claim < self.count and self.error is None:
+            job(claim)
+            claim = next(self.claims)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self.failed()
+
     def wait(self) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.working == 0)
+        """Return, or raise what failed, when nobody works any more; also after Ctrl-C."""
+        while self.prepare is not None:
+            try:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.working == 0)
+                    self.prepare = None
+            except BaseException as error:  # noqa: BLE001 (raised when the others have stopped)
+                self._fail(error)
         if self.error is not None:
             raise self.error
 
@@ -104,20 +133,39 @@ _fork_is_watched = False
 
 
 def spread(
-    count: int, prepare: Callable[[], Job], failed: Callable[[], None] = lambda: None
+    count: int,
+    prepare: Callable[[], Job],
+    failed: Callable[[], None] = lambda: None,
+    work: float = math.inf,
 ) -> None:
     """Do the jobs 0 .. count - 1, claimed in this order, on torch.get_num_threads() threads.
+
+    On fewer if `work`, the number of multiplications and additions in all jobs, is small.
 
     Each thread that takes part calls `prepare` once and then what it returned with each job that it
     claims. Raises what the first failing job raised, after all threads have stopped; `failed` is
     called as soon as a job or its preparation fails, to wake jobs that wait for another.
     """
+    threads = min(torch.get_num_threads(), count, 1 + work / _SHARE)
+    if threads < 2:
+        _do_alone(count, prepare, failed)
+        return
     jobs = _Jobs(count, prepare, failed)
-    helpers = min(torch.get_num_threads(), count) - 1
-    if helpers > 0:
-        _the_crew().invite(helpers, jobs.work)
+    _the_crew().invite(int(threads) - 1, jobs.work)
     jobs.work()
     jobs.wait()
+
+
+def _do_alone(count: int, prepare: Callable[[], Job], failed: Callable[[], None]) -> None:
+    if count == 0:
+        return
+    try:
+        job = prepare()
+        for number in range(count):
+            job(number)
+    except BaseException:
+        failed()
+        raise
 
 
 def _the_crew() -> _Crew:
@@ -127,8 +175,29 @@ def _the_crew() -> _Crew:
             os.register_at_fork(after_in_child=_forget)
             _fork_is_watched = True
         if _crew is None:
+            _warn_of_spinning()
             _crew = _Crew()
         return _crew
+
+
+@functools.cache
+def _warn_of_spinning() -> None:
+    """Say once if torch's threads hold the cores that helpers need."""
+    get = os.environ.get
+    if get("OMP_WAIT_POLICY", "").lower() == "passive" or "0" in (
+        get("GOMP_SPINCOUNT"),
+        get("KMP_BLOCKTIME"),
+    ):
+        return
+    if "OMP_WAIT_POLICY" in os.environ:
+        reason = f"OMP_WAIT_POLICY is {os.environ['OMP_WAIT_POLICY']}"
+    else:
+        reason = "torch was imported before kernels, and OMP_WAIT_POLICY was not set"
+    _logger.warning(
+        "torch's threads spin between operations and slow the tvm backend's down, up to tenfold: "
+        "%s; set OMP_WAIT_POLICY=PASSIVE in the environment, or import kernels before torch",
+        reason,
+    )
 
 
 def _forget() -> None:
