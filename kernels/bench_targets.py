@@ -1,0 +1,169 @@
+"""The tvm backend beside what it is meant to reach on a CPU: python -m kernels.bench_targets."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.bench_cases import (
+    CLOCKS,
+    MM_FLOPS,
+    PASSES,
+    Case,
+    Timed,
+    case_runs,
+    matrix_product,
+    say,
+    time_in_turns,
+)
+from kernels.bench_memory import measure_memory
+
+_DESCRIPTION = """\
+What the tvm backend reaches beside what it is meant to, with 8 heads of 64 and relative terms:
+
+speed    useful operations per second (kernels.bench says what counts) as a share of torch.mm's
+strides  time per visible pair of heads of stride 4, as a multiple of heads of stride 1
+threads  time on one thread over time on two, also with a single head
+memory   beyond inputs, output and gradients, as a share of 3 k + 2 r forward, 8 k + 4 r both
+
+Runs that are compared take turns. On a machine that does other things too, only `--clock cpu` tells
+something, on one thread, for speed and strides.
+"""
+GROUPS = ("speed", "strides", "threads", "memory")
+# (n, window, dropout): the shares of torch.mm wanted in forward, and in forward and backward.
+SPEED = {
+    (2048, 32, 0.0): (0.35, 0.30),
+    (2048, 128, 0.0): (0.60, 0.50),
+    (2048, 512, 0.0): (0.80, 0.70),
+    (2048, 512, 0.2): (0.75, 0.65),
+    (8192, 512, 0.0): (0.80, 0.70),
+    (8192, 512, 0.2): (0.75, 0.65),
+    (23040, 2048, 0.0): (0.80, 0.70),
+    (23040, 2048, 0.2): (0.75, 0.65),
+}
+STRIDES = ((8192, 512), (8192, 2048))
+THREADS = ((8192, 512, 8), (8192, 512, 1), (23040, 2048, 1))  # n, window, heads
+MEMORY = ((2048, 32), (2048, 512), (8192, 512), (2048, 8192), (23040, 2048))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One thing measured. `most`: whether `wanted` is an upper limit."""
+
+    group: str
+    what: str
+    passes: str
+    measured: float
+    wanted: float
+    most: bool
+
+    @property
+    def met(self) -> bool:
+        """Whether the measured number is on the right side of the wanted one."""
+        return self.measured <= self.wanted if self.most else self.measured >= self.wanted
+
+
+def make_case(
+    sequence: int, window: int, *, heads: int = 8, stride: int = 1, dropout: float = 0.0
+) -> Case:
+    """Return a case of the tvm backend with relative terms and heads of 64."""
+    return Case("tvm", sequence, window, 1, heads, 64, (stride,) * heads, dropout, True)
+
+
+def speed(options: argparse.Namespace) -> Iterator[Figure]:
+    """Shares of torch.mm's speed."""
+    for (sequence, window, dropout), wanted in SPEED.items():
+        case = make_case(sequence, window, dropout=dropout)
+        runs: dict[Any, Timed] = {"mm": matrix_product(options.threads)}
+        runs |= case_runs([case], options.threads)
+        seconds = time_in_turns(runs, options.repetitions, options.clock)
+        peak = MM_FLOPS / seconds["mm"]
+        what = f"{sequence}, {window}" + (f", dropout {dropout}" if dropout else "")
+        for passes, share in zip(PASSES, wanted, strict=True):
+            measured = case.flops(passes) / seconds[case, passes] / peak
+            yield Figure("speed", what, passes, measured, share, most=False)
+
+
+def strides(options: argparse.Namespace) -> Iterator[Figure]:
+    """Strided heads beside plain ones, per visible pair."""
+    for sequence, window in STRIDES:
+        plain, strided = (make_case(sequence, window, stride=stride) for stride in (1, 4))
+        runs = case_runs([plain, strided], options.threads)
+        seconds = time_in_turns(runs, options.repetitions, options.clock)
+        for passes in PASSES:
+            each = [seconds[case, passes] / case.flops(passes) for case in (strided, plain)]
+            yield Figure(
+                "strides", f"{sequence}, {window}", passes, each[0] / each[1], 1.1, most=True
+            )
+
+
+def threads(options: argparse.Namespace) -> Iterator[Figure]:
+    """Two threads beside one; the clock is on the wall."""
+    for sequence, window, heads in THREADS:
+        case = make_case(sequence, window, heads=heads)
+        by_count = {count: case_runs([case], count) for count in (1, 2)}
+        runs = {
+            (count, p): run for count, run_of in by_count.items() for (_, p), run in run_of.items()
+        }
+        seconds = time_in_turns(runs, options.repetitions, "wall")
+        what = f"{sequence}, {window}, " + ("1 head" if heads == 1 else f"{heads} heads")
+        for passes in PASSES:
+            gain = seconds[1, passes] / seconds[2, passes]
+            yield Figure("threads", what, passes, gain, 1.8, most=False)
+
+
+def memory(options: argparse.Namespace) -> Iterator[Figure]:
+    """Peak memory beside copies of k and r."""
+    for sequence, window in MEMORY:
+        case = make_case(sequence, window, dropout=0.2)
+        limits = {
+            "forward": 3 * case.key_bytes + 2 * case.relative_bytes,
+            "both": 8 * case.key_bytes + 4 * case.relative_bytes,
+        }
+        for passes in PASSES:
+            figures = measure_memory(case, passes, options.threads)
+            if figures is None:
+                say("memory cannot be measured here: there is no /proc/self/clear_refs")
+                return
+            share = figures["temporary"] / limits[passes]
+            yield Figure("memory", f"{sequence}, {window}", passes, share, 1.0, most=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.bench_targets",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} (all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repetitions", type=int, default=5, help="timed turns (5)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write all figures there")
+    options = parser.parse_args(arguments)
+    groups = options.groups or GROUPS
+    if unknown := set(groups) - set(GROUPS):
+        raise SystemExit(f"there is no group {unknown.pop()!r}; choose of {', '.join(GROUPS)}")
+    say(f"torch {torch.__version__}, {options.threads} threads, {options.clock} clock")
+    say(f"{'':<9}{'n, window':<26}{'passes':<9}{'measured':>9}{'wanted':>9}")
+    measure = {"speed": speed, "strides": strides, "threads": threads, "memory": memory}
+    figures = []
+    for group in groups:
+        for figure in measure[group](options):
+            figures.append({**asdict(figure), "met": figure.met, "threads": options.threads})
+            say(
+                f"{figure.group:<9}{figure.what:<26}{figure.passes:<9}{figure.measured:>9.2f}"
+                f"{'<=' if figure.most else '>=':>4}{figure.wanted:>5.2f}"
+                f"{'' if figure.met else '  missed'}"
+            )
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
