@@ -89,6 +89,8 @@ class BandedAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "B N M"]:
         """Attend to the positions of `x` and, with a cache, to those before it."""
+        if torch.is_autocast_enabled(x.device.type):  # else each projection casts it for itself
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         q, k, v = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.q, self.k, self.v))
         if cache is None:
             r = self.distance_keys(table, x.shape[1])

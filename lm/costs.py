@@ -24,7 +24,7 @@ class Memory:
         program: of the process before there is a model: Python, torch, the kernels' runtime.
         weights: float32, and under mixed precision the casts that autograd keeps.
         optimiser: AdamW's two moments.
-        gradients: of the weights; Lightning clears the last step's only after the forward pass.
+        gradients: of the weights; in a step of one micro-batch they grow as activations shrink.
         activations: kept for backward outside the attention, and the largest gradients among them.
         attention: queries, keys, values, outputs and relative keys kept for backward.
         positions: the table of sines, and its copy after dropout.
@@ -60,14 +60,13 @@ def kept_by_block(
     """What one block keeps. `compute`: bytes of a number in its matrix products, 4 or 2.
 
     Per position: two residual streams with their LayerNorms' statistics, each matrix product's
-    input, GELU's input, and the dropout masks, a byte an element. Under mixed precision q, k and v
-    each keep their own cast of their common input, and attention's output is kept in both
-    precisions.
+    input, GELU's input, and the dropout masks, a byte an element. Under mixed precision
+    attention's output is kept in both precisions.
     """
     n, m, f = sequence * sequences, model.width, model.feedforward
     mixed = compute < FLOAT
     drop = model.dropout > 0
-    inputs = (3 if mixed else 1) * m + (m if mixed else 0) + m + f  # of q, k, v; o; inner; outer
+    inputs = m + (m if mixed else 0) + m + f  # of q, k and v; o; inner; outer
     dropped = (2 * m + f) if drop else 0
     per_position = 2 * (m * FLOAT + 2 * FLOAT) + compute * (inputs + f) + dropped
     distances = min(window, sequence - 1) + 1

@@ -234,6 +234,8 @@ class TrainingModule(pl.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """One step, with what is counted after it."""
         super().optimizer_step(*args, **kwargs)
+        # Lightning would keep the gradients through the next forward pass, when memory peaks.
+        self.model.zero_grad()
         self._step_nats.zero_()
         self._micro = 0
         self.step += 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lm.config import OptimConfig
 from lm.model import LanguageModel, ModelConfig, bands
-from lm.module import Crops
+from lm.module import Crops, TrainingModule
 from lm.optim import build_optimizer, set_learning_rate
 from lm.schedule import Stage
 
@@ -96,3 +96,19 @@ def test_without_gradients_nothing_moves():
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
     assert not optimizer.state
+
+
+def test_gradients_are_gone_after_the_step():
+    network = model()
+    module = TrainingModule(network, stage(), OptimConfig(), TEXT, seed=3, micro_batch=8)
+    optimizer = build_optimizer(network, OptimConfig(), stage())
+    before = network.head.weight.detach().clone()
+
+    def closure():
+        loss = network(torch.randint(256, (1, 16))).square().sum()
+        loss.backward()
+        return loss
+
+    module.optimizer_step(0, 0, optimizer, closure)
+    assert module.step == 1 and not torch.equal(before, network.head.weight)
+    assert all(p.grad is None for p in network.parameters())
