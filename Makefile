@@ -15,6 +15,8 @@ TORCH ?= $(or $(shell cat .venv/torch 2>/dev/null),-r requirements/torch.txt)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 RUN := .venv/bin/python
+# One process for each core; a worker takes tests of another when it has none left.
+SPREAD := -n auto --maxprocesses 8 --dist worksteal
 PINS := requirements/torch.txt requirements/lock.txt
 
 # A choice of TORCH that differs from the environment's builds it anew.
@@ -64,7 +66,7 @@ demo: .venv/ready
 	$(RUN) -m lm.report demo
 
 test: .venv/ready
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(SPREAD)
 
 test-slow: .venv/ready
 	$(RUN) -m pytest -m slow --timeout 3600
