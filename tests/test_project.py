@@ -40,7 +40,8 @@ def name_of(path: Path) -> str:
 def own_files() -> list[Path]:
     """All files of the project except licence and binary fixtures."""
     folders = [ROOT / name for name in (*sorted(FOLDERS), ".ci")]
-    files = [p for p in ROOT.iterdir() if p.is_file()]
+    # .git is a file in a worktree, and names another folder.
+    files = [p for p in ROOT.iterdir() if p.is_file() and p.name != ".git"]
     files += [p for folder in folders for p in folder.rglob("*") if p.is_file()]
     kinds = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".sbatch", ""}
     return [p for p in files if p.suffix in kinds and "fixtures" not in p.parts]
