@@ -9,6 +9,7 @@ position lie side by side, and are found while the processor still knows where t
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 FORWARD_QUERIES = 480  # most queries of a forward task
 BACKWARD_KEYS = 512  # most keys of a backward task
 _ENOUGH = 16  # so many tasks keep the cores of a small machine evenly busy
-_GRAIN = 3e7  # multiplications and additions that are worth one call of a kernel
+_GRAIN = 3e7, 5e6  # most and least multiplications and additions that are worth a kernel's call
 
 _Row = tuple[int, int, int, int, int, int]
 
@@ -86,26 +87,28 @@ def _length(elements: int, most: int, least: int, unit: int) -> int:
 
 
 def _cut(begin: int, end: int, longest: int, unit: int) -> list[tuple[int, int]]:
-    """Cut into parts of equal length, a multiple of `unit` and at most `longest`."""
+    """Cut into parts of about equal length, multiples of `unit` and at most `longest`."""
     count = end - begin
     if count <= 0:
         return []
-    parts = -(-count // longest)
-    length = -(-count // (parts * unit)) * unit
-    return [(a, min(end, a + length)) for a in range(begin, end, length)]
+    parts, units = -(-count // longest), -(-count // unit)
+    bounds = [begin + units * i // parts * unit for i in range(parts)]
+    return list(itertools.pairwise([*bounds, end]))
 
 
 def _tasks(rows: list[_Row], window: int, dim: int, one_head: bool) -> Tasks:
     runs: list[Run] = []
     turns: dict[int, int] = {}
+    works = [float(row[5] - row[4]) * (window + 32) * 3 * dim for row in rows]
+    grain = min(_GRAIN[0], max(_GRAIN[1], sum(works) / _ENOUGH))
     begin = 0
     while begin < len(rows):
         head = rows[begin][1]
         end, work = begin, 0.0
         while end < len(rows) and (end == begin or _joins(rows, begin, end, one_head)):
-            work += (rows[end][5] - rows[end][4]) * (window + 32) * 3 * dim
+            work += works[end]
             end += 1
-            if work > _GRAIN:
+            if work >= grain:
                 break
         runs.append(Run(begin, end, head, turns.get(head, 0)))
         turns[head] = runs[-1].turn + 1
