@@ -47,7 +47,7 @@ from lm.resolve import compute_device, model_sha256, open_model, open_source
 from lm.step import Stepper
 from lm.stream import StreamState
 
-MAGIC = b"longcha1"
+MAGIC = b"longcha2"
 HEADER = struct.Struct("<8s32s32sQB")
 CHECK = struct.Struct("<I")
 WORD = np.dtype("<u4")

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm.model import Block
 from lm.stream import LayerCache, StreamState
@@ -66,7 +66,14 @@ class LayerStep:
         attention = block.attention
         scale = biases.shape[2] ** -0.5
         parts = (attention.q, attention.k, attention.v)
-        self.block = block
+        # Taken out of their modules once, not anew at each character.
+        self.norms = [
+            (norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+            for norm in (block.attention_norm, block.feedforward_norm)
+        ]
+        self.o, self.inner, self.outer = (
+            (part.weight, part.bias) for part in (attention.o, block.inner, block.outer)
+        )
         self.cache = cache
         self.biases = biases * scale
         self.weight = torch.cat([part.weight for part in parts])
@@ -88,10 +95,10 @@ class LayerStep:
 
     def __call__(self, x: Float[Tensor, "1 M"]) -> Float[Tensor, "1 M"]:
         """The block's output at the new position."""
-        block = self.block
-        x = x + _linear(block.attention.o, self._attend(_norm(block.attention_norm, x)))
-        hidden = F.gelu(_linear(block.inner, _norm(block.feedforward_norm, x)))
-        return x + _linear(block.outer, hidden)
+        attended = self._attend(torch.layer_norm(x, *self.norms[0]))
+        x = x + F.linear(attended, *self.o)
+        hidden = F.gelu(F.linear(torch.layer_norm(x, *self.norms[1]), *self.inner))
+        return x + F.linear(hidden, *self.outer)
 
     def _attend(self, x: Float[Tensor, "1 M"]) -> Float[Tensor, "1 M"]:
         _, heads, width = self.biases.shape
@@ -109,11 +116,3 @@ class LayerStep:
             scores = torch.baddbmm(scores, content[inside], k_seen)
             torch.bmm(scores.softmax(-1), v_seen, out=out[inside])
         return out.view(1, -1)
-
-
-def _linear(layer: nn.Linear, x: Float[Tensor, "1 inner"]) -> Float[Tensor, "1 outer"]:
-    return F.linear(x, layer.weight, layer.bias)
-
-
-def _norm(layer: nn.LayerNorm, x: Float[Tensor, "1 M"]) -> Float[Tensor, "1 M"]:
-    return F.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
