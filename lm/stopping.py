@@ -21,6 +21,7 @@ from typing import Any
 from lm.errors import UserError
 
 GRACE = 20.0  # seconds for the main thread to react, which it cannot while a kernel runs
+LAST_GRACE = 5.0  # seconds for what holds the lock then, which may wait for ever for a process
 REQUEUE = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -142,6 +143,9 @@ class Signals:
         """Let Slurm start the job again, if its signal ended the run.
 
         A handler that was there before (of a launcher that requeues in its own way) is preferred.
+
+        Raises:
+            UserError: if Slurm does not take the job back.
         """
         if stopped.requeue is None or not self.first:
             return
@@ -152,13 +156,19 @@ class Signals:
         job = os.environ["SLURM_JOB_ID"]
         if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
             job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-        subprocess.run(["scontrol", "requeue", job], check=True)
+        try:
+            subprocess.run(["scontrol", "requeue", job], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise UserError(
+                f"the run is saved, but scontrol requeue {job} failed ({error}); submit it again "
+                "with the same command"
+            ) from error
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self._asked:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self._asked = self._asked or self.stop.wanted is None
+        self._asked = self._asked or number == signal.SIGINT or self.stop.wanted is None
         if self.first:
             self.stop.ask(stopped_by(number))
         else:
@@ -173,18 +183,21 @@ class Signals:
 
     def _end_from_here(self, number: int) -> None:
         reason = self.stop.wanted or stopped_by(number)
-        with self.stop.lock:
-            code = reason.code
-            if self.stop.save is not None:
-                try:
+        code = reason.code
+        where = "in the middle of a computation"
+        if self.stop.lock.acquire(timeout=LAST_GRACE):
+            try:
+                if self.stop.save is not None:
                     self.stop.save()
-                except UserError as error:
-                    sys.stderr.write(f"error: {error}\n")
-                    code = 1
-            sys.stderr.write(f"stopped by {reason} in the middle of a computation\n")
-            sys.stderr.flush()
-            self.requeue(reason)
-            os._exit(code)
+                self.requeue(reason)
+            except UserError as error:
+                sys.stderr.write(f"error: {error}\n")
+                code = 1
+        else:
+            where = "between two steps, which did not end; what was saved before is whole"
+        sys.stderr.write(f"stopped by {reason} {where}\n")
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def stopped_by(number: int) -> Stopped:

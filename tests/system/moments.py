@@ -7,6 +7,7 @@ nothing on the disk.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import lm.checkpoint
+import lm.stopping
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("lm", "data", "kernels")
@@ -31,16 +33,40 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def terminate() -> None:
-    """Be asked to end."""
-    signal.raise_signal(signal.SIGTERM)
+def send(number: signal.Signals) -> Callable[[], None]:
+    """Get a signal, as from outside."""
+    return lambda: signal.raise_signal(number)
+
+
+terminate = send(signal.SIGTERM)
+
+
+def get_stuck() -> None:
+    """Be asked to end in a computation that lets the main thread react to nothing."""
+    lm.stopping.GRACE = lm.stopping.LAST_GRACE = 0.2
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.kill(os.getpid(), signal.SIGTERM)
+    ctypes.CDLL(None).sleep(60)
+
+
+ACTIONS = {
+    "kill": kill,
+    "terminate": terminate,
+    "interrupt": send(signal.SIGINT),
+    "hang up": send(signal.SIGHUP),
+    "requeue": send(signal.SIGUSR1),
+    "get stuck": get_stuck,
+}
 
 
 class Moments:
-    """Counts the moments of what runs inside `with`; does `action` at number `at`."""
+    """Counts the moments of what runs inside `with`; does `action` at number `at`.
 
-    def __init__(self, at: int = -1, action: Callable[[], None] = kill) -> None:
-        self.at = at
+    With `again`, it is done once more so many moments later.
+    """
+
+    def __init__(self, at: int = -1, action: Callable[[], None] = kill, again: int = 0) -> None:
+        self.at = {at, at + again}
         self.action = action
         self.count = 0
         self.begun = False
@@ -64,7 +90,7 @@ class Moments:
     def tick(self) -> bool:
         """Whether this is the moment."""
         self.count += 1
-        return self.count == self.at
+        return self.count in self.at
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -89,12 +115,16 @@ class Pieces:
         self.moments = moments
 
     def write(self, data: Any) -> int:
-        """Write `data`, or half of it before the fault."""
-        if self.moments.tick():
-            self.file.write(bytes(data)[: len(data) // 2])
-            self.file.flush()
-            self.moments.action()
-        return int(self.file.write(data))
+        """Write `data`; half of it before the fault, the rest after one that lets go on."""
+        if not self.moments.tick():
+            return int(self.file.write(data))
+        whole = bytes(data)
+        half = len(whole) // 2
+        self.file.write(whole[:half])
+        self.file.flush()
+        self.moments.action()
+        self.file.write(whole[half:])
+        return len(whole)
 
     def flush(self) -> None:
         """Pass on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from lm.module import TrainingModule
 from lm.run import train
 from tests.system.conftest import Reference
 from tests.system.micro import STEPS, metrics, micro, outcome, stage_folders, state
-from tests.system.moments import Moments, terminate
+from tests.system.moments import terminate
+from tests.system.trial import Nursery, Trial
 
 
 def test_how_often_the_state_is_saved_changes_nothing(reference: Reference) -> None:
@@ -48,26 +50,42 @@ def without(values: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("action", "code"),
+    [
+        ("terminate", 128 + signal.SIGTERM),
+        ("interrupt", 128 + signal.SIGINT),
+        ("hang up", 128 + signal.SIGHUP),
+        ("requeue", 128 + signal.SIGUSR1),
+    ],
+)
 def test_stops_at_any_moment_change_nothing(
-    seed: int, tmp_path: Path, reference: Reference
+    action: str, code: int, tmp_path: Path, nursery: Nursery, reference: Reference
 ) -> None:
-    draw = random.Random(seed)
+    draw = random.Random(action)
     config = micro(tmp_path)
-    stops = 0
-    while True:
-        at = draw.randrange(1, reference.moments // 2)
-        try:
-            with Moments(at, terminate):
-                train(config)
-        except SystemExit as end:
-            assert end.code == 128 + signal.SIGTERM
-            refuse_other_states(config, reference)
-            stops += 1
-        else:
-            break
-    assert stops > 0
+    env = slurm_job(tmp_path) if action == "requeue" else {}
+    for count in range(1, 4):
+        at = draw.randrange(1, reference.moments // 3)
+        trial = Trial(str(tmp_path), at=at, action=action, env=env)
+        assert nursery.run(trial) == [code], trial.log.read_text()
+        assert "the same command goes on from the last step" in trial.log.read_text()
+        refuse_other_states(config, reference)
+        if env:
+            assert (tmp_path / "calls").read_text() == "requeue 7_3\n" * count
+    assert nursery.run(Trial(str(tmp_path), env=env)) == [0]
     assert outcome(config) == reference.outcome
+
+
+def slurm_job(folder: Path) -> dict[str, str]:
+    """The environment of task 3 of array job 7, with a stand-in for scontrol."""
+    scontrol = folder / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\n')
+    scontrol.chmod(0o755)
+    path = f"{scontrol.parent}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_ID": "10", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    return {"PATH": path} | job
 
 
 def stop_in(monkeypatch: pytest.MonkeyPatch, where: object, name: str, call: int) -> None:

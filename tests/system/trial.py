@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.system.moments import ROOT, Moments, kill, terminate
+from tests.system.moments import ACTIONS, ROOT, Moments
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Trial:
         folder: of the micro run.
         changed: values of its configuration, by dotted key.
         at: the moment of the fault; -1: none.
-        action: kill or terminate.
+        action: the fault's name in `moments.ACTIONS`.
+        again: the fault comes twice, so many moments apart; 0: once.
         env: changes of the environment.
     """
 
@@ -34,6 +36,7 @@ class Trial:
     changed: dict[str, Any] = field(default_factory=dict)
     at: int = -1
     action: str = "kill"
+    again: int = 0
     env: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -105,8 +108,12 @@ def perform(trial: Trial) -> int:
     from lm.run import train
     from tests.system.micro import micro
 
+    # A shell ignores Ctrl-C for what it starts in the background, nohup the loss of the terminal.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with Moments(trial.at, {"kill": kill, "terminate": terminate}[trial.action]):
+        with Moments(trial.at, ACTIONS[trial.action], trial.again):
             train(micro(Path(trial.folder), trial.changed))
     except SystemExit as end:
         return int(end.code or 0)
