@@ -17,10 +17,7 @@ from lm.config import ConfigError, TrainerConfig
 from lm.processes import Others, seat_from_environment
 from lm.stopping import Stop
 from tests.system.micro import metrics, micro, outcome, stage_folders
-from tests.system.moments import ROOT
 from tests.system.trial import Nursery, Trial
-
-CHILD = "lm.worker"
 
 
 def pair(folder: Path, changed: dict[str, Any] | None = None, at: int = -1) -> list[Trial]:
@@ -44,7 +41,7 @@ def pair(folder: Path, changed: dict[str, Any] | None = None, at: int = -1) -> l
             values,
             at if rank == 0 else -1,
             "terminate",
-            common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]
@@ -76,57 +73,49 @@ def test_on_two_processes_stops_change_nothing(two: Path, tmp_path: Path, nurser
     assert outcome(micro(tmp_path)) == outcome(micro(two))
 
 
+PLAIN = {
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "stage": "1",
+    "schedule.stages.1.steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> list[tuple[str, ...]]:
+    """What one process writes without dropout."""
+    folder = tmp_path_factory.mktemp("alone")
+    micro(folder)
+    assert nursery.run(Trial(str(folder), PLAIN)) == [0]
+    return metrics(stage_folders(micro(folder))[0])
+
+
+def refuse_more_than_rounding(folder: Path, expected: list[tuple[str, ...]]) -> None:
+    found = metrics(stage_folders(micro(folder))[0])
+    for row, other in zip(expected, found, strict=True):
+        for a, b in zip(row, other, strict=True):
+            assert a == b or float(a) == pytest.approx(float(b), abs=1e-5)
+
+
 def test_without_dropout_the_number_of_processes_changes_rounding_only(
-    tmp_path: Path, nursery: Nursery
+    alone: list[tuple[str, ...]], tmp_path: Path, nursery: Nursery
 ) -> None:
-    plain = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "stage": "1"}
-    rows = []
     for name, trials in {
-        "one": [Trial(str(tmp_path / "one"), plain)],
-        "two": pair(tmp_path / "two", plain),
-        "whole": [Trial(str(tmp_path / "whole"), plain | {"trainer.micro_batch": 4})],
+        "two": pair(tmp_path / "two", PLAIN),
+        "whole": [Trial(str(tmp_path / "whole"), PLAIN | {"trainer.micro_batch": 4})],
     }.items():
         micro(tmp_path / name)
         assert set(nursery.run(*trials)) == {0}, trials[0].log.read_text()
-        rows.append(metrics(stage_folders(micro(tmp_path / name))[0]))
-    for other in rows[1:]:
-        for expected, found in zip(rows[0], other, strict=True):
-            for a, b in zip(expected, found, strict=True):
-                assert a == b or float(a) == pytest.approx(float(b), abs=1e-5)
+        refuse_more_than_rounding(tmp_path / name, alone)
 
 
-def test_one_process_goes_on_where_two_stopped(tmp_path: Path, nursery: Nursery) -> None:
+def test_one_process_goes_on_where_two_stopped(
+    alone: list[tuple[str, ...]], tmp_path: Path, nursery: Nursery
+) -> None:
     micro(tmp_path)
-    changed = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "stage": "1"}
-    whole = tmp_path / "whole"
-    micro(whole)
-    assert nursery.run(Trial(str(whole), changed)) == [0]
-    assert nursery.run(*pair(tmp_path, changed, at=9000))[0] == 143
-    assert nursery.run(Trial(str(tmp_path), changed)) == [0]
-    expected, found = (metrics(stage_folders(micro(f))[0]) for f in (whole, tmp_path))
-    assert [row[0] for row in found] == [row[0] for row in expected]
-    for a, b in zip(expected, found, strict=True):
-        assert float(a[2]) == pytest.approx(float(b[2]), abs=1e-5)
-
-
-def launch(folder: Path) -> subprocess.Popen[bytes]:
-    """A true start of two processes, long enough to be disturbed."""
-    code = (
-        # A shell ignores Ctrl-C for what it starts in the background, and that is inherited.
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys\nfrom pathlib import Path\nfrom lm.run import train\n"
-        "from tests.system.micro import micro\n"
-        "train(micro(Path(sys.argv[1]), {'trainer.devices': 2, 'trainer.micro_batch': 1,"
-        " 'stage': '1', 'schedule.stages.1.steps': 100000, 'trainer.save_every': 5,"
-        " 'trainer.log_every': 1}))"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    assert nursery.run(*pair(tmp_path, PLAIN, at=9000))[0] == 143
+    assert nursery.run(Trial(str(tmp_path), PLAIN)) == [0]
+    refuse_more_than_rounding(tmp_path, alone)
 
 
 def wait_until(condition: Any, seconds: float) -> None:
@@ -138,15 +127,14 @@ def wait_until(condition: Any, seconds: float) -> None:
 
 
 def children(parent: int) -> list[int]:
-    """Worker processes that this one has started."""
+    """The processes that this one has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parts = path.read_text().rpartition(")")[2].split()
-            command = (path.parent / "cmdline").read_text()
         except OSError:
             continue  # it ended meanwhile
-        if int(parts[1]) == parent and CHILD in command:
+        if int(parts[1]) == parent:
             found.append(int(path.parent.name))
     return found
 
@@ -164,22 +152,32 @@ def gone(process: int) -> bool:
     [("first", signal.SIGKILL, -9), ("other", signal.SIGKILL, 1), ("first", signal.SIGINT, 130)],
 )
 def test_when_one_process_ends_all_do(
-    victim: str, number: signal.Signals, code: int, tmp_path: Path
+    victim: str, number: signal.Signals, code: int, tmp_path: Path, nursery: Nursery
 ) -> None:
     micro(tmp_path)
-    with launch(tmp_path) as first:
-        try:
-            last = tmp_path / "runs" / "micro" / "stage1" / "checkpoints" / "last.ckpt"
-            wait_until(lambda: last.exists() or first.poll() is not None, 150)
-            (other,) = children(first.pid)
-            os.kill(first.pid if victim == "first" else other, number)
-            _, said = first.communicate(timeout=30)
-            wait_until(lambda: gone(other), 30)
-        finally:
-            first.kill()
-    assert first.returncode == code, said.decode()
+    changed = {
+        "trainer.devices": 2,
+        "trainer.micro_batch": 1,
+        "stage": "1",
+        "schedule.stages.1.steps": 100_000,
+        "trainer.save_every": 5,
+    }
+    trial = Trial(str(tmp_path), changed, true_workers=number == signal.SIGINT)
+    (first,) = nursery.start(trial)
+    last = tmp_path / "runs" / "micro" / "stage1" / "checkpoints" / "last.ckpt"
+    try:
+        wait_until(lambda: last.exists() or gone(first), 150)
+        (other,) = children(first)
+        os.kill(first if victim == "first" else other, number)
+        wait_until(lambda: gone(first) and gone(other), 30)
+    finally:
+        if not gone(first):
+            os.kill(first, signal.SIGKILL)
+        status = nursery.wait()
+    assert status == [code], trial.log.read_text()
     if victim == "other":
-        assert b"stopped by the end of process 1 of 2 (exit status -9)" in said
+        said = trial.log.read_text()
+        assert "stopped by the end of process 1 of 2 (exit status -9)" in said
 
 
 def test_a_process_that_ends_too_early_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Micro runs in processes of their own, forked from one that has loaded everything.
 
-As a program it reads one line of JSON, a list of runs, forks them all, waits for them, and answers
-with the list of their exit statuses (-9: killed); and so on until its input ends.
+As a program it reads one line of JSON, a list of runs, and forks them all. It answers with the list
+of their process ids, and when they have ended with that of their exit statuses (-9: killed); and so
+on until its input ends.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.system.moments import ACTIONS, ROOT, Moments
@@ -30,6 +34,7 @@ class Trial:
         action: the fault's name in `moments.ACTIONS`.
         again: the fault comes twice, so many moments apart; 0: once.
         env: changes of the environment.
+        true_workers: other processes of the run are started as usual, not forked.
     """
 
     folder: str
@@ -38,6 +43,7 @@ class Trial:
     action: str = "kill"
     again: int = 0
     env: dict[str, str] = field(default_factory=dict)
+    true_workers: bool = False
 
     @property
     def log(self) -> Path:
@@ -60,9 +66,19 @@ class Nursery:
 
     def run(self, *trials: Trial) -> list[int]:
         """Run them beside each other; their exit statuses."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        self.start(*trials)
+        return self.wait()
+
+    def start(self, *trials: Trial) -> list[int]:
+        """Let them begin; their process ids. `wait` has to follow."""
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([asdict(trial) for trial in trials]) + "\n")
         self.process.stdin.flush()
+        return self.wait()
+
+    def wait(self) -> list[int]:
+        """The answer of the loaded process."""
+        assert self.process.stdout is not None
         answer = json.loads(self.process.stdout.readline())
         assert isinstance(answer, list)
         return answer
@@ -85,6 +101,8 @@ def main() -> None:
     lm.device.matrix_rate = lambda *_, **__: 1e11
     for line in sys.stdin:
         children = [fork(Trial(**values)) for values in json.loads(line)]
+        sys.stdout.write(json.dumps(children) + "\n")
+        sys.stdout.flush()
         statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         sys.stdout.write(json.dumps(statuses) + "\n")
         sys.stdout.flush()
@@ -104,14 +122,16 @@ def perform(trial: Trial) -> int:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.environ.update(trial.env)
+    import lm.processes
     from lm.entry import USER_ERRORS
     from lm.run import train
     from tests.system.micro import micro
 
-    # A shell ignores Ctrl-C for what it starts in the background, nohup the loss of the terminal.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    default_signals()
+    if not trial.true_workers:
+        lm.processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+            Popen=ForkedWorker, PIPE=None, TimeoutExpired=subprocess.TimeoutExpired
+        )
     try:
         with Moments(trial.at, ACTIONS[trial.action], trial.again):
             train(micro(Path(trial.folder), trial.changed))
@@ -127,6 +147,60 @@ def perform(trial: Trial) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+def default_signals() -> None:
+    """As in a terminal: a shell ignores Ctrl-C for what it starts in the background."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class ForkedWorker:
+    """Stands in for subprocess.Popen of `lm.worker`, and spares its imports."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        reader, writer = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            os.dup2(reader, 0)
+            os.closerange(3, 1024)
+            os._exit(self._work())
+        os.close(reader)
+        self.stdin = os.fdopen(writer, "wb")
+        self._code: int | None = None
+        self._lock = threading.Lock()
+
+    def _work(self) -> int:
+        import lm.worker
+
+        sys.settrace(None)
+        signal.set_wakeup_fd(-1)
+        default_signals()
+        try:
+            lm.worker.main()
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 1
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+            return 70
+        return 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (timeout or float("inf"))
+        while time.monotonic() < end:
+            with self._lock:
+                if self._code is None:
+                    ended, status = os.waitpid(self.pid, os.WNOHANG)
+                    self._code = os.waitstatus_to_exitcode(status) if ended else None
+                if self._code is not None:
+                    return self._code
+            time.sleep(0.02)
+        raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
