@@ -59,6 +59,26 @@ class Case:
         q, k, *others = (torch.randn(shape).double() for shape in shapes)
         return q * self.size, k * self.size, *others
 
+    def run(self, backend: str, leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
+        """The output, and the gradients of the leaves, which are laid out as they come."""
+        q, k, v, *relative = leaves
+        torch.manual_seed(12345)
+        out = banded_attention(
+            q,
+            k,
+            v,
+            self.band,
+            relative=Relative(*relative) if relative else None,
+            dropout=self.dropout,
+            scale=self.scale,
+            backend=backend,
+        )
+        assert out.dtype == q.dtype
+        out.backward(dout)
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        assert len(gradients) == len(leaves)
+        return [out.detach(), *gradients]
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -76,29 +96,28 @@ class Comparison:
     def run(self, backend: str, dtype: torch.dtype) -> list[Tensor]:
         """The output and all gradients."""
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in self.inputs]
-        q, k, v, *relative = leaves
-        torch.manual_seed(12345)
-        out = banded_attention(
-            q,
-            k,
-            v,
-            self.case.band,
-            relative=Relative(*relative) if relative else None,
-            dropout=self.case.dropout,
-            scale=self.case.scale,
-            backend=backend,
-        )
-        assert out.dtype == dtype
-        out.backward(self.dout.to(dtype))
-        return [out.detach(), *(leaf.grad for leaf in leaves)]
+        return self.case.run(backend, leaves, self.dout.to(dtype))
 
     @cached_property
     def expected(self) -> list[Tensor]:
         return self.run("dense", torch.float64)
 
-    def check(self, backend: str, dtype: torch.dtype) -> None:
+    def check(self, backend: str, dtype: torch.dtype, least: float = 0.0) -> None:
         """The backend agrees with the oracle, in the output and in every gradient."""
-        assert_close(self.run(backend, dtype), self.expected, TOLERANCES[dtype])
+        assert_close(self.run(backend, dtype), self.expected, TOLERANCES[dtype], least)
+
+    @property
+    def remains(self) -> float:
+        """What the rounding to float32 alone may leave in a gradient, however small it is.
+
+        A score's gradient is P * (dout . v - dout . out). Where chance makes the two sums nearly
+        equal, as it can in a row of two keys, the difference keeps the rounding of the sums.
+        """
+        v, factors = self.inputs[2], (self.inputs[0], self.inputs[1], *self.inputs[3:])
+        sums = self.dout.norm(dim=-1).max() * v.norm(dim=-1).max() / (1 - self.case.dropout)
+        scale = self.case.dim**-0.5 if self.case.scale is None else self.case.scale
+        factor = scale * max(x.abs().max().item() for x in factors)
+        return torch.finfo(torch.float32).eps * sums.item() * factor
 
     def check_in_every_type(self, backend: str) -> None:
         """The backend agrees, or refuses a head size that it does not have by its name."""
@@ -122,10 +141,13 @@ def error(found: Tensor, true: Tensor) -> float:
     return (found.double() - true).abs().max().item()
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+def assert_close(
+    found: list[Tensor], expected: list[Tensor], tolerance: float, least: float = 0.0
+) -> None:
+    """Within the tolerance, of a gradient's largest entry; errors up to `least` do not count."""
     for name, x, true in zip(("out", *NAMES), found, expected, strict=False):
         largest = true.abs().max().item()
-        limit = tolerance * (1.0 if name == "out" or largest < ZERO else largest)
+        limit = max(least, tolerance * (1.0 if name == "out" or largest < ZERO else largest))
         # not <=: the error of a result that is not a number is not a number
         assert error(x, true) <= limit, f"{name} is off by {error(x, true):.2e} > {limit:.2e}"
 
