@@ -118,9 +118,10 @@ def test_tvm_on_random_cases(case: Case) -> None:
 
 
 @pytest.mark.slow
-@given(case=cases(), dim=st.sampled_from([32, 48, 64, 80, 128]))
-@settings(max_examples=300)
-def test_many_random_cases(case: Case, dim: int) -> None:
+@pytest.mark.parametrize("dim", [32, 48, 80, 128])  # 80: five vectors, which no group divides
+@given(case=cases())
+@settings(max_examples=80)
+def test_many_random_cases(dim: int, case: Case) -> None:
     Comparison.of(case).check("chunks", torch.float64)
     types_of("tvm")
     comparison = Comparison.of(dataclasses.replace(case, dim=dim))

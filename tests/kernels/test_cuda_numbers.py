@@ -150,8 +150,8 @@ def test_output_and_gradients(case):
         replace(LARGE_TILES, keys=64, window=63, strides=(1,)),  # whole tiles only
         replace(LARGE_TILES, keys=65, window=64, strides=(1,)),
         replace(LARGE_TILES, keys=200, window=199, strides=(1,), batch=1, queries=1),
-        replace(LARGE_TILES, keys=97, window=96, strides=(7, 90), batch=1),
-        replace(LARGE_TILES, keys=97, window=60, strides=(500,), batch=1),  # beyond the sequence
+        replace(LARGE_TILES, keys=67, window=66, strides=(7, 60), batch=1),
+        replace(LARGE_TILES, keys=41, window=40, strides=(500,), batch=1),  # beyond the sequence
         replace(LARGE_TILES, keys=140, window=50, dropout=0.9),
         replace(LARGE_TILES, keys=140, window=50, scale=0.5, size=3.0),  # scores of several 100
         replace(SMALL_TILES, keys=1, window=0, queries=1),

@@ -117,14 +117,15 @@ def test_half_types(dtype: torch.dtype, size: float, backend: str) -> None:
         assert ((x.double() - true).abs() <= limit).all(), f"{name}: {error(x, true):.2e}"
 
 
-def test_autocast_changes_nothing(backend: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype: torch.dtype, backend: str) -> None:
     """Not one bit, also where the backward pass runs under it too, which torch advises against."""
     case = Case(40, 9, (1, 3), batch=2, dropout=0.2)
-    leaves = half_leaves(case, torch.bfloat16)
-    dout = torch.randn(leaves[0].shape).bfloat16()
+    leaves = half_leaves(case, dtype)
+    dout = torch.randn(leaves[0].shape).to(dtype)
     plain = case.run(backend, leaves, dout)
     again = [x.detach().requires_grad_() for x in leaves]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         under = case.run(backend, again, dout)
     for one, other in zip(plain, under, strict=True):
         assert one.dtype == other.dtype
