@@ -50,6 +50,9 @@ def set_environment(scratch: Path) -> None:
     os.environ["http_proxy"] = os.environ["https_proxy"] = "http://127.0.0.1:9"
     os.environ["no_proxy"] = "localhost,127.0.0.1,::1"
     os.environ.setdefault("OMP_NUM_THREADS", THREADS)
+    # Test modules import torch before kernels, which would set this. Threads that spin while they
+    # wait took four times the processor time beside a second process of tests.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TVM_NUM_THREADS", THREADS)
 
 
