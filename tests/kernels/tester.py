@@ -18,6 +18,7 @@ BACKENDS = ("loop", "chunks", "tvm")
 NAMES = ("q", "k", "v", "r", "content_bias", "position_bias")
 # Of the output absolutely, of a gradient relative to its largest entry.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-6}
+NONE = (0.0,) * 7
 ZERO = 1e-9  # a gradient that is analytically zero is below this in float64
 
 
@@ -102,22 +103,25 @@ class Comparison:
     def expected(self) -> list[Tensor]:
         return self.run("dense", torch.float64)
 
-    def check(self, backend: str, dtype: torch.dtype, least: float = 0.0) -> None:
+    def check(self, backend: str, dtype: torch.dtype, least: tuple[float, ...] = NONE) -> None:
         """The backend agrees with the oracle, in the output and in every gradient."""
         assert_close(self.run(backend, dtype), self.expected, TOLERANCES[dtype], least)
 
     @property
-    def remains(self) -> float:
-        """What the rounding to float32 alone may leave in a gradient, however small it is.
+    def remains(self) -> tuple[float, ...]:
+        """What rounding to float32 alone may leave in the output and each gradient, if it is small.
 
         A score's gradient is P * (dout . v - dout . out). Where chance makes the two sums nearly
-        equal, as it can in a row of two keys, the difference keeps the rounding of the sums.
+        equal, as it can in a row of two keys, the difference keeps the rounding of the sums. The
+        gradients of r and the biases collect it from all rows. Those of the values have none.
         """
         v, factors = self.inputs[2], (self.inputs[0], self.inputs[1], *self.inputs[3:])
         sums = self.dout.norm(dim=-1).max() * v.norm(dim=-1).max() / (1 - self.case.dropout)
         scale = self.case.dim**-0.5 if self.case.scale is None else self.case.scale
         factor = scale * max(x.abs().max().item() for x in factors)
-        return torch.finfo(torch.float32).eps * sums.item() * factor
+        one = torch.finfo(torch.float32).eps * sums.item() * factor
+        batch, queries = self.inputs[0].shape[:2]
+        return (0.0, one, one, 0.0, *[one * (batch * queries) ** 0.5] * 3)
 
     def check_in_every_type(self, backend: str) -> None:
         """The backend agrees, or refuses a head size that it does not have by its name."""
@@ -142,12 +146,15 @@ def error(found: Tensor, true: Tensor) -> float:
 
 
 def assert_close(
-    found: list[Tensor], expected: list[Tensor], tolerance: float, least: float = 0.0
+    found: list[Tensor],
+    expected: list[Tensor],
+    tolerance: float,
+    least: tuple[float, ...] = NONE,
 ) -> None:
     """Within the tolerance, of a gradient's largest entry; errors up to `least` do not count."""
-    for name, x, true in zip(("out", *NAMES), found, expected, strict=False):
+    for name, x, true, remains in zip(("out", *NAMES), found, expected, least, strict=False):
         largest = true.abs().max().item()
-        limit = max(least, tolerance * (1.0 if name == "out" or largest < ZERO else largest))
+        limit = max(remains, tolerance * (1.0 if name == "out" or largest < ZERO else largest))
         # not <=: the error of a result that is not a number is not a number
         assert error(x, true) <= limit, f"{name} is off by {error(x, true):.2e} > {limit:.2e}"
 
