@@ -158,5 +158,6 @@ def _at_least(key: str, value: int | float, least: int) -> None:
 
 
 def _within(key: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ConfigError(f"{key}={value}: expected {least} to {most}")
+    _at_least(key, value, least)
+    if value > most:
+        raise ConfigError(f"{key}={value}: expected at most {most}")

@@ -1,7 +1,7 @@
 """The stages are the paper's, number by number."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.check import check_train, schedule_of
@@ -115,3 +115,44 @@ def test_stages_are_numbered_without_a_gap():
     table = StageTable(sequence=8, windows=[2], lr=0.5, batch=1, steps=3)
     with pytest.raises(ScheduleError, match=r"found the keys \[1, 3\]"):
         build_schedule({"1": table, "3": table}, strides=[1], dilated_heads=0, layers=1, heads=1)
+
+
+WINDOWS = st.lists(st.integers(0, 50), min_size=1, max_size=3)
+STEPS = st.integers(1, 10**6)
+
+
+@given(
+    windows=WINDOWS,
+    strides=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    dilated=st.integers(0, 4),
+    steps=st.lists(STEPS, min_size=1, max_size=4),
+    fraction=st.floats(0, 1),
+    most=st.integers(0, 10**5),
+    step=STEPS,
+)
+@settings(max_examples=50)
+def test_any_schedule_reaches_as_far_as_its_heads_and_warms_up_once(
+    windows, strides, dilated, steps, fraction, most, step
+):
+    table = {str(k): StageTable(8, windows, 1e-3 / k, 2, n) for k, n in enumerate(steps, start=1)}
+    schedule = build_schedule(
+        table,
+        strides=strides,
+        dilated_heads=dilated,
+        layers=6,
+        heads=4,
+        warmup_fraction=fraction,
+        warmup_max=most,
+    )
+    assert [stage.number for stage in schedule.stages] == list(range(1, len(steps) + 1))
+    for stage, count in zip(schedule.stages, steps, strict=True):
+        reaches = [
+            max(window * stride for stride in layer)
+            for window, layer in zip(stage.windows, stage.strides, strict=True)
+        ]
+        assert (stage.receptive_field, stage.reach) == (sum(reaches), max(reaches))
+        assert stage.characters == count * 2 * 8
+        assert 0 <= stage.warmup <= min(most, count)
+        rate = stage.learning_rate(step)
+        assert 0 < rate <= stage.learning_rate(step + 1) <= stage.lr
+        assert (rate == stage.lr) == (step + 1 >= stage.warmup)

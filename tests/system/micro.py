@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.check import schedule_of
 from lm.checkpoint import load_checkpoint
+from lm.compose import train_config
 from lm.config import (
     Config,
     DataConfig,
@@ -22,6 +24,7 @@ from lm.config import (
 )
 from lm.logs import COLUMNS, MEASURED
 from lm.model import ModelConfig
+from lm.run import micro_batch
 from lm.schedule import StageTable
 
 EXACT = [name for name in COLUMNS if name not in MEASURED]
@@ -80,6 +83,39 @@ def micro(folder: Path, changed: Mapping[str, Any] | None = None) -> Config:
             part = part[step] if isinstance(part, dict) else getattr(part, step)
         assert hasattr(part, name), key
         setattr(part, name, value)
+    return config
+
+
+SMALLER = [
+    "experiment=enwik8_small",
+    "stage=all",
+    "model.layers=6",
+    "model.width=16",
+    "model.feedforward=32",
+    "trainer.accelerator=cpu",
+    "trainer.micro_characters=64",
+    "trainer.threads=1",
+    "validation.characters=100",
+    "data=file",
+    "~schedule.stages.3",
+    "~schedule.stages.4",
+    "~schedule.stages.5",
+]
+STAGES = {
+    "1": "{sequence: 32, windows: [1, 2, 3, 4, 5, 6], lr: 2.5e-3, batch: 4, steps: 3}",
+    "2": "{sequence: 64, windows: [2, 4, 6, 8, 10, 12], lr: 1.25e-3, batch: 2, steps: 2}",
+}
+
+
+def preset(folder: Path) -> Config:
+    """The paper's small model as it is shipped, smaller in size only, with all in `folder`."""
+    text = micro(folder).data.path
+    stages = [f"schedule.stages.{number}={stage}" for number, stage in STAGES.items()]
+    config = train_config([*SMALLER, *stages, f"data.path={text}", f"runs_dir={folder}/runs"])
+    assert config.model.dropout == 0.2 and config.trainer.gradient_checkpointing
+    for stage in schedule_of(config).stages:
+        assert stage.batch > micro_batch(config, stage)
+    assert config.trainer.save_every == config.validation.every == 1000
     return config
 
 

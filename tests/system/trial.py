@@ -34,6 +34,7 @@ class Trial:
         action: the fault's name in `moments.ACTIONS`.
         again: the fault comes twice, so many moments apart; 0: once.
         env: changes of the environment.
+        shipped: the run is `micro.preset` instead.
         true_workers: other processes of the run are started as usual, not forked.
     """
 
@@ -43,6 +44,7 @@ class Trial:
     action: str = "kill"
     again: int = 0
     env: dict[str, str] = field(default_factory=dict)
+    shipped: bool = False
     true_workers: bool = False
 
     @property
@@ -125,7 +127,7 @@ def perform(trial: Trial) -> int:
     import lm.processes
     from lm.entry import USER_ERRORS
     from lm.run import train
-    from tests.system.micro import micro
+    from tests.system.micro import micro, preset
 
     default_signals()
     if not trial.true_workers:
@@ -134,7 +136,8 @@ def perform(trial: Trial) -> int:
         )
     try:
         with Moments(trial.at, ACTIONS[trial.action], trial.again):
-            train(micro(Path(trial.folder), trial.changed))
+            folder = Path(trial.folder)
+            train(preset(folder) if trial.shipped else micro(folder, trial.changed))
     except SystemExit as end:
         return int(end.code or 0)
     except USER_ERRORS as error:
