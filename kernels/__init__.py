@@ -5,8 +5,10 @@ import sys
 
 # OpenMP reads this when torch is imported. By default torch's threads spin between two operations,
 # and take the cores from the kernels' threads (workers.py).
-if "torch" not in sys.modules:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    # Between the small operations of a step, waking up takes longer than a short wait.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
 from jaxtyping import Float
