@@ -117,8 +117,8 @@ def fit(
             raise NonFiniteError(f"{error}; {advice(checkpoints)}") from error
         finally:
             module.stop.save = None
+            close_loggers(done=module.step == stage.steps)
     assert module.step == stage.steps
-    close_loggers()
 
 
 def advice(checkpoints: Checkpoints) -> str:

@@ -115,10 +115,10 @@ def build_loggers(
     return loggers
 
 
-def close_loggers() -> None:
-    """End a finished stage's W&B run, so that the next stage gets its own."""
+def close_loggers(*, done: bool) -> None:
+    """End a stage's W&B run, so that no number is lost and the next stage gets its own."""
     if (wandb := sys.modules.get("wandb")) and wandb.run is not None:
-        wandb.finish()
+        wandb.finish(exit_code=0 if done else 1)
 
 
 def _wandb_logger(

@@ -110,6 +110,18 @@ def test_another_run_does_not_go_on_in_the_same_folder(
     assert before == {path: path.stat().st_mtime_ns for path in begun.rglob("*")}
 
 
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_text_that_was_damaged_since_is_noticed(
+    damage: str, run: Run, begun: Path, tmp_path: Path
+) -> None:
+    text = Path(micro(tmp_path).data.path)
+    whole = bytearray(text.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    text.write_bytes({"cut": whole[:15_000], "flip": whole}[damage])
+    with pytest.raises(UserError, match=r"stage1 was begun with data\.sha256\.\w+="):
+        run(stage="1")
+
+
 def test_what_may_change_may_change(run: Run, begun: Path) -> None:
     run(stage="1", model__backend="loop", trainer__micro_batch=1, trainer__save_every=5)
 
