@@ -8,9 +8,11 @@ nothing on the disk.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -45,7 +47,7 @@ def get_stuck() -> None:
     """Be asked to end in a computation that lets the main thread react to nothing."""
     lm.stopping.GRACE = lm.stopping.LAST_GRACE = 0.2
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     ctypes.CDLL(None).sleep(60)
 
 
@@ -60,13 +62,10 @@ ACTIONS = {
 
 
 class Moments:
-    """Counts the moments of what runs inside `with`; does `action` at number `at`.
+    """Counts the moments of what runs inside `with`; does `action` at number `at`."""
 
-    With `again`, it is done once more so many moments later.
-    """
-
-    def __init__(self, at: int = -1, action: Callable[[], None] = kill, again: int = 0) -> None:
-        self.at = {at, at + again}
+    def __init__(self, at: int = -1, action: Callable[[], None] = kill) -> None:
+        self.at = at
         self.action = action
         self.count = 0
         self.begun = False
@@ -90,7 +89,7 @@ class Moments:
     def tick(self) -> bool:
         """Whether this is the moment."""
         self.count += 1
-        return self.count in self.at
+        return self.count == self.at
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -129,3 +128,31 @@ class Pieces:
     def flush(self) -> None:
         """Pass on."""
         self.file.flush()
+
+
+def fault_at_calls(faults: list[tuple[str, str, int, str]]) -> None:
+    """Put faults at calls of functions, for good; each one waits for the one before it.
+
+    A fault is (module, name inside of it, at which call from then on, name of the action).
+    """
+    due = 0
+
+    def faulty(number: int, function: Callable[..., Any], call: int, action: str) -> Any:
+        calls = 0
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls, due
+            calls += due == number
+            if due == number and calls == call:
+                due += 1
+                ACTIONS[action]()
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    for number, (module, name, call, action) in enumerate(faults):
+        *path, last = name.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, last, faulty(number, getattr(owner, last), call, action))

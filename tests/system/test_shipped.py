@@ -13,8 +13,10 @@ def test_the_shipped_preset_resumes_exactly_over_a_border(tmp_path: Path, nurser
     undisturbed, disturbed = (preset(tmp_path / name) for name in ("undisturbed", "disturbed"))
     assert nursery.run(Trial(str(tmp_path / "undisturbed"), shipped=True)) == [0]
     reached = []
-    for at in (180_000, 410_000):
-        trial = Trial(str(tmp_path / "disturbed"), at=at, action="terminate", shipped=True)
+    # In the middle of a step of stage 1, then, counted from there, between two steps of stage 2.
+    for call in (4, 7):
+        fault = ("lm.module", "TrainingModule.training_step", call, "terminate")
+        trial = Trial(str(tmp_path / "disturbed"), faults=[fault], shipped=True)
         assert nursery.run(trial) == [143], trial.log.read_text()
         last = sorted(Path(disturbed.runs_dir).rglob("last.ckpt"))[-1]
         found = load_checkpoint(last)

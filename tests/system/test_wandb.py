@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def test_a_stage_is_one_run_over_a_stop_and_on_two_processes(
         "trainer.micro_batch": 1,
     }
     trial = Trial(str(tmp_path), changed, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
-    stopped = Trial(trial.folder, changed, at=9000, action="terminate", env=trial.env)
+    fault = ("lm.module", "TrainingModule.training_step", 6, "terminate")
+    stopped = replace(trial, faults=[fault])
     assert nursery.run(stopped) == [143], trial.log.read_text()
     assert nursery.run(trial) == [0], trial.log.read_text()
     folder = stage_folders(micro(tmp_path))[0]

@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.system.moments import ACTIONS, ROOT, Moments
+from tests.system.moments import ACTIONS, ROOT, Moments, fault_at_calls
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Trial:
         changed: values of its configuration, by dotted key.
         at: the moment of the fault; -1: none.
         action: the fault's name in `moments.ACTIONS`.
-        again: the fault comes twice, so many moments apart; 0: once.
+        faults: others, at calls of functions; see `moments.fault_at_calls`.
         env: changes of the environment.
         shipped: the run is `micro.preset` instead.
         true_workers: other processes of the run are started as usual, not forked.
@@ -42,7 +43,7 @@ class Trial:
     changed: dict[str, Any] = field(default_factory=dict)
     at: int = -1
     action: str = "kill"
-    again: int = 0
+    faults: list[tuple[str, str, int, str]] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     shipped: bool = False
     true_workers: bool = False
@@ -134,10 +135,12 @@ def perform(trial: Trial) -> int:
         lm.processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
             Popen=ForkedWorker, PIPE=None, TimeoutExpired=subprocess.TimeoutExpired
         )
+    fault_at_calls(trial.faults)
+    folder = Path(trial.folder)
+    config = preset(folder) if trial.shipped else micro(folder, trial.changed)
     try:
-        with Moments(trial.at, ACTIONS[trial.action], trial.again):
-            folder = Path(trial.folder)
-            train(preset(folder) if trial.shipped else micro(folder, trial.changed))
+        with Moments(trial.at, ACTIONS[trial.action]) if trial.at >= 0 else nullcontext():
+            train(config)
     except SystemExit as end:
         return int(end.code or 0)
     except USER_ERRORS as error:
