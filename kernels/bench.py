@@ -29,9 +29,10 @@ Time and memory of banded attention, for each pair n,w of sequence length and wi
 
 All backends and passes of one pair are timed in turns, round after round, together with torch.mm
 of two 1024 x 1024 matrices, so that whatever slows the machine slows them alike; the figures are
-medians. Useful work counts the visible (query, key) pairs alone: 4 dim operations each (6 with
-relative terms), and three times that for forward and backward together. "of mm" is the useful
-work per second as a share of torch.mm's in the same rounds.
+medians. Blocks of memory below 32 MiB are kept when they are freed, so that no pass waits for the
+system to hand them out. Useful work counts the visible (query, key) pairs alone: 4 dim operations
+each (6 with relative terms), and three times that for forward and backward together. "of mm" is the
+useful work per second as a share of torch.mm's in the same rounds.
 
 Memory is the peak of resident memory while one pass runs, beyond the inputs, in a fresh process
 for each case; "temporary" is what is left of it without the output and the gradients. Scratch that

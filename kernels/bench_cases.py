@@ -1,5 +1,6 @@
 """What the benchmarks run, and how it is timed."""
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -16,6 +17,8 @@ from kernels import Band, Relative, banded_attention
 
 Key = TypeVar("Key", bound=Hashable)
 PASSES = ("forward", "both")
+WARM_UP = 3  # turns before those that count: the first compiles, then freed memory falls into place
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -140,21 +143,31 @@ class Timed:
 
 def time_in_turns(runs: Mapping[Key, Timed], repetitions: int, clock: str) -> dict[Key, float]:
     """Return the median seconds of each run. All take turns, so what slows one slows all."""
-    # As in a process that has already trained a step: once a block of this size was freed, glibc
-    # keeps smaller ones, and tensors need not fault their pages in anew in each turn.
-    torch.empty(31 * 2**18)
+    keep_freed_memory()
     now = CLOCKS[clock]
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
     before = torch.get_num_threads()
-    for turn in range(repetitions + 1):
+    for turn in range(-WARM_UP, repetitions):
         for key, run in runs.items():
             torch.set_num_threads(run.threads)
             start = now()
             run.call()
-            if turn > 0:  # the first turn compiles and warms up
+            if turn >= 0:
                 seconds[key].append(now() - start)
     torch.set_num_threads(before)
     return {key: statistics.median(values) for key, values in seconds.items()}
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed blocks of up to 32 MiB, the limit that it comes to by itself.
+
+    Else it may happen, or not, that the heap's top gives pages back after each call, and the next
+    one waits for them: a third of the time of a forward pass at (2048, 32).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_MMAP_THRESHOLD, 2**25)
 
 
 def case_runs(cases: list[Case], threads: int) -> dict[tuple[Case, str], Timed]:
