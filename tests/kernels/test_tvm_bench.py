@@ -18,7 +18,7 @@ def needs_tvm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
-    options = ["--heads", "2", "--dim", "16", "--repetitions", "1", "--no-memory"]
+    options = ["--heads", "2", "--dim", "16", "--repetitions", "1", "--threads", "1", "--no-memory"]
     bench.main(["40,3", *options, "--backends", "tvm", "chunks", "--json", str(path)])
     rows = json.loads(path.read_text())
     assert [(row["backend"], row["passes"]) for row in rows] == [
@@ -56,7 +56,7 @@ def test_bench_targets(
 
     monkeypatch.setattr(bench_targets, "measure_memory", measure_one)
     path = tmp_path / "figures.json"
-    bench_targets.main(["--repetitions", "1", "--json", str(path)])
+    bench_targets.main(["--repetitions", "1", "--threads", "1", "--json", str(path)])
     figures = {(row["group"], row["passes"]): row for row in json.loads(path.read_text())}
     assert set(figures) == {(g, p) for g in bench_targets.GROUPS for p in ("forward", "both")}
     assert not figures["speed", "forward"]["met"]
