@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -139,6 +140,9 @@ def joined(config: Config, kind: str, signals: Signals, seat: Seat | None) -> It
         dist.barrier()
         others.finish()
         dist.destroy_process_group()
+    except RuntimeError:
+        others.blame()
+        raise
     finally:
         others.end()
 
@@ -232,6 +236,16 @@ class Others:
         if not self._expected and code:
             text = f"the end of process {rank} of {self.world} (exit status {code})"
             self.stop.ask_main_thread(Stopped(text, 1))
+
+    def blame(self) -> None:
+        """After an error here: raise Stopped instead, if another process's end was its cause.
+
+        The connection breaks first; the end of the process is seen later.
+        """
+        end = time.monotonic() + PATIENCE
+        while self.running and time.monotonic() < end:
+            time.sleep(0.05)  # the watcher's signal ends the run here
+            self.stop.check()
 
     def finish(self) -> None:
         """Wait until they have ended by themselves."""
