@@ -75,6 +75,11 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
             ConfigStore.instance().store(name=f"{name}_schema", node=schema)
             # Hydra then raises its errors instead of printing them over many lines.
             os.environ["HYDRA_FULL_ERROR"] = "1"
+            # Jobs that a launcher starts by themselves import from the checkout too.
+            paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if str(CONF.parent) not in paths:
+                paths = [str(CONF.parent), *filter(None, paths)]
+                os.environ["PYTHONPATH"] = os.pathsep.join(paths)
             if isinstance(sys.stdout, io.TextIOWrapper):  # a path may be more than it can show
                 sys.stdout.reconfigure(errors="backslashreplace")
             try:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+
+from lm.entry import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "slurm" / "train.sbatch"
@@ -102,3 +107,26 @@ def test_the_preset_takes_the_jobs_size(monkeypatch):
     monkeypatch.setenv("SLURM_NNODES", "2")
     trainer = train_config(["trainer=slurm"]).trainer
     assert (trainer.devices, trainer.nodes) == (4, 2)
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Submitit's own part of the launcher, if it is not installed: the names that it knows."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))
+    if importlib.util.find_spec("submitit") is None:
+        names = ["timeout_min", "cpus_per_task", "tasks_per_node", "nodes", "gres"]
+        known = dict.fromkeys([*names, "signal_delay_s", "max_num_timeout"])
+        store.store("submitit_slurm", known, group="hydra/launcher", provider="stand-in")
+
+
+def test_the_sweeps_launcher_composes(launcher):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = ["hydra/launcher=slurm", "hydra.launcher.gres=gpu:2"]
+        config = compose("train", given, return_hydra_config=True).hydra.launcher
+    # A job is put back into the queue as often as it takes, and its run is warned five minutes
+    # before the limit.
+    assert (config.gres, config.signal_delay_s) == ("gpu:2", 300)
+    assert config.max_num_timeout >= 20
