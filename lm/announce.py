@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from lm.config import Config
-from lm.device import Device
+from lm.costs import FLOAT, step_memory
+from lm.device import DTYPES, Device
+from lm.memory import FIRST_STEP, memory_in_use, memory_left
 from lm.model import flops_per_character, parameters
 from lm.progress import say
 from lm.schedule import Stage
@@ -27,8 +31,34 @@ def announce(config: Config, stage: Stage, device: Device, sequences: int, origi
         f"  {flops:.3g} FLOP a step; at 40% of the peak about "
         f"{stage.steps * flops / (0.4 * device.peak * world) / 3600:.2g} hours",
     ]
+    lines += memory_lines(config, stage, device, sequences)
     lines += [f"  layer {n}: {text}" for n, text in band_lines(stage)]
     say("\n".join(lines))
+
+
+def memory_lines(config: Config, stage: Stage, device: Device, sequences: int) -> Iterator[str]:
+    """The memory of each process at its peak, and a warning if there is less. The model exists."""
+    where = torch.device(device.kind)
+    weights = parameters(config.model)
+    used = memory_in_use(where)
+    program = max(used + FIRST_STEP - weights * FLOAT, 0) if device.kind == "cpu" else 0
+    peak = step_memory(
+        config.model,
+        stage,
+        parameters=weights,
+        sequences=sequences,
+        compute=DTYPES[device.precision].itemsize,
+        checkpointing=config.trainer.gradient_checkpointing,
+        program=program,
+        heap=device.kind == "cpu",
+    ).total
+    yield f"  about {peak / 1e9:.2g} GB of memory at the peak"
+    left = used + memory_left(where)
+    if peak > left:
+        yield (
+            f"  warning: that is more than the {left / 1e9:.2g} GB that there are; give "
+            "trainer.micro_batch=1 and trainer.gradient_checkpointing=true, or a shorter sequence"
+        )
 
 
 def band_lines(stage: Stage) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,10 @@ from lm.model import SYMBOLS, ModelConfig, visible_pairs
 from lm.schedule import Stage
 
 FLOAT = 4
+# The C library gives memory from this size on back at once; smaller pieces leave gaps, on a CPU as
+# much as HEAP blocks of the model keep for backward (docs/scaling.md).
+RETURNED = 2**25
+HEAP = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Memory:
         attention: queries, keys, values, outputs and relative keys kept for backward.
         positions: the table of sines, and its copy after dropout.
         logits: of the micro-batch with their softmax.
+        heap: on a CPU, freed pieces between tensors, which the C library keeps.
     """
 
     program: int = 0
@@ -39,6 +44,7 @@ class Memory:
     attention: int = 0
     positions: int = 0
     logits: int = 0
+    heap: int = 0
 
     @property
     def total(self) -> int:
@@ -99,6 +105,16 @@ def gradients_in_block(model: ModelConfig, positions: int, compute: int) -> int:
     return positions * (2 * m * FLOAT + f * compute)
 
 
+def block_flops(model: ModelConfig) -> float:
+    """Of a block's matrix products per position, forward, without attention's pairs."""
+    return 2 * (4 * model.width**2 + 2 * model.width * model.feedforward)
+
+
+def pair_flops(model: ModelConfig) -> float:
+    """Of one visible pair of one head: content, relative term, weighted sum."""
+    return 6 * (model.width // model.heads)
+
+
 def attention_flops(model: ModelConfig, stage: Stage) -> float:
     """Of the visible pairs of one sequence in a forward pass; the projection of r is not in it."""
     pairs = sum(
@@ -106,7 +122,13 @@ def attention_flops(model: ModelConfig, stage: Stage) -> float:
         for window, strides in zip(stage.windows, stage.strides, strict=True)
         for stride in strides
     )
-    return 6 * (model.width // model.heads) * pairs
+    return pair_flops(model) * pairs
+
+
+def distance_flops(model: ModelConfig, stage: Stage) -> float:
+    """Of the projection of r in a forward pass, in float32, however many sequences there are."""
+    distances = sum(min(window, stage.sequence - 1) + 1 for window in stage.windows)
+    return 2 * model.width**2 * distances
 
 
 def matrix_parameters(model: ModelConfig) -> int:
@@ -124,6 +146,7 @@ def step_memory(
     compute: int,
     checkpointing: bool,
     program: int = 0,
+    heap: bool = False,
 ) -> Memory:
     """The memory of a training step of `sequences` sequences at a time.
 
@@ -132,6 +155,7 @@ def step_memory(
         compute: bytes of a number in matrix products: 4, or 2 under mixed precision.
         checkpointing: only the blocks' inputs are kept, and one block at a time is recomputed.
         program: bytes that the process takes without a model.
+        heap: tensors come from the C library, as on a CPU.
     """
     n = stage.sequence * sequences
     blocks = [kept_by_block(model, stage.sequence, sequences, w, compute) for w in stage.windows]
@@ -148,6 +172,11 @@ def step_memory(
     casts = matrix_parameters(model) * compute if compute < FLOAT else 0
     if checkpointing:
         casts //= model.layers
+    gaps = 0
+    if heap and n * model.width * FLOAT < RETURNED:
+        gaps += HEAP * largest.attention
+    if heap and n * model.feedforward * compute < RETURNED:
+        gaps += HEAP * largest.activations
     reach = stage.reach if model.position_unit == "characters" else max(stage.windows)
     table = (reach + 1) * model.width * FLOAT
     return Memory(
@@ -159,4 +188,5 @@ def step_memory(
         attention=attention,
         positions=table * (2 if model.dropout > 0 else 1),
         logits=kept_of_loss(n),
+        heap=gaps,
     )

@@ -19,6 +19,9 @@ from lm.files import write_text
 
 PACKAGES = ("torch", "pytorch-lightning", "hydra-core", "apache-tvm", "numpy")
 
+# Of the numbers in matrix products, by Lightning's name of the precision.
+DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
 
 @dataclass(frozen=True)
 class Device:
@@ -57,8 +60,7 @@ def choose_device(config: TrainerConfig) -> Device:
         name = torch.cuda.get_device_name()
     else:
         name = f"{processor()}, {torch.get_num_threads()} threads"
-    dtype = {"32-true": torch.float32, "16-mixed": torch.float16}.get(precision, torch.bfloat16)
-    return Device(kind, name, precision, matrix_rate(kind, dtype))
+    return Device(kind, name, precision, matrix_rate(kind, DTYPES[precision]))
 
 
 def choose_precision(asked: str, kind: str) -> str:
@@ -85,18 +87,22 @@ def native_bf16() -> bool:
 
 
 def matrix_rate(kind: str, dtype: torch.dtype, size: int = 1024) -> float:
-    """Floating-point operations per second of torch.mm, the median of a few products."""
+    """Floating-point operations per second of torch.mm.
+
+    Some products warm up; of the others the faster half counts, since what disturbs a product only
+    ever makes it slower.
+    """
     if kind == "cuda":
         size = 4096
     a = torch.ones(size, size, dtype=dtype, device=kind)
     seconds = []
-    for _ in range(7):
+    for _ in range(14):
         start = time.perf_counter()
         torch.mm(a, a)
         if kind == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds)
+    return 2 * size**3 / statistics.median(sorted(seconds[2:])[:6])
 
 
 def processor() -> str:

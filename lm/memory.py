@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch
 
+# Bytes of what a process loads with its first step on a CPU: kernels, their runtime, oneDNN.
+FIRST_STEP = 70_000_000
+
 _STATUS = Path("/proc/self/status")
+_SYSTEM = Path("/proc/meminfo")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -32,6 +36,18 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
         _CLEAR.write_text("5")
+
+
+def memory_left(device: torch.device) -> float:
+    """Bytes that this process could still get; infinite where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if _SYSTEM.exists():
+        for line in _SYSTEM.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return float("inf")
 
 
 def _status(key: str) -> int:
