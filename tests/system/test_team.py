@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from lm.config import ConfigError, TrainerConfig
 from lm.processes import Others, seat_from_environment
-from lm.stopping import Stop
+from lm.stopping import Stop, Stopped
 from tests.system.micro import metrics, micro, outcome, stage_folders
 from tests.system.trial import Nursery, Trial
 
@@ -190,6 +191,18 @@ def test_a_process_that_ends_too_early_is_reported(monkeypatch: pytest.MonkeyPat
     assert [(str(reason), reason.code) for reason in asked] == [
         ("the end of process 1 of 2 (exit status 3)", 1)
     ]
+
+
+def test_a_connection_that_breaks_first_waits_for_the_reason() -> None:
+    stop = Stop()
+    others = Others(2, stop)
+    others.running = [None]  # type: ignore[list-item]
+    news = Stopped("the end of process 1 of 2 (exit status -9)", 1)
+    timer = threading.Timer(0.1, setattr, (stop, "wanted", news))
+    timer.start()
+    with pytest.raises(Stopped, match="the end of process 1"):
+        others.blame()
+    timer.join()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ on until its input ends.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -101,6 +102,7 @@ def main() -> None:
     import lm.fit
     import lm.run
 
+    die_with_parent()
     lm.device.matrix_rate = lambda *_, **__: 1e11
     for line in sys.stdin:
         children = [fork(Trial(**values)) for values in json.loads(line)]
@@ -115,8 +117,15 @@ def fork(trial: Trial) -> int:
     """Start a trial; its process id."""
     child = os.fork()
     if not child:
+        die_with_parent()
         os._exit(perform(trial))
     return child
+
+
+def die_with_parent() -> None:
+    """Leave nothing running when the tests are killed (Linux knows how)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def perform(trial: Trial) -> int:
@@ -169,7 +178,6 @@ class ForkedWorker:
         reader, writer = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            os.setsid()
             os.dup2(reader, 0)
             os.closerange(3, 1024)
             os._exit(self._work())
