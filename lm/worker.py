@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def main() -> None:
     pipe = io.FileIO(0, closefd=False)  # without a buffer, whose lock would bar the way out
     invitation = json.loads(pipe.readline())
     threading.Thread(target=leave_with_first, args=(pipe,), daemon=True).start()
+    sys.excepthook = leave_with_error
     # Only now, since these imports take seconds in which the first process may end.
     from lm.entry import USER_ERRORS, one_line
     from lm.processes import PATIENCE, Seat
@@ -36,6 +38,13 @@ def leave_with_first(pipe: io.FileIO) -> None:
     """End this process, whatever it is doing, when the first one is gone."""
     while pipe.read(1):
         pass
+    os._exit(1)
+
+
+def leave_with_error(_: type, error: BaseException, *__: Any) -> None:
+    """Say what went wrong, and be gone at once: the first process waits for this end to be told."""
+    # torch.distributed calls this with another sys.stderr, to which it would add the rank later.
+    traceback.print_exception(error, file=sys.__stderr__)
     os._exit(1)
 
 
