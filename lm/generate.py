@@ -115,7 +115,8 @@ def sample_command(config: SampleConfig) -> None:
             file.write(prompt + bytes(made))
         return
     printer = Printer(sys.stdout.encoding or "ascii")
-    show(printer.text(prompt))
+    # The first byte is made before the prompt is shown: what is logged on the way stands above it.
+    show(printer.text(prompt + bytes([next(made)])))
     for byte in made:
         show(printer.text(bytes([byte])))
     show(printer.text(b"", final=True) + "\n")
