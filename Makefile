@@ -72,7 +72,7 @@ test-slow: .venv/ready
 	$(RUN) -m pytest -m slow --timeout 3600
 
 test-faults: .venv/ready
-	$(RUN) -m pytest -m faults --timeout 3600
+	$(RUN) -m pytest $(SPREAD) -m faults --timeout 3600
 
 lint: .venv/ready
 	$(RUN) -m ruff check .
