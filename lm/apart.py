@@ -1,4 +1,4 @@
-"""A trial run of train.py in a process of its own, for commands that measure one."""
+"""A trial run of train.py, or another command, in a process of its own, to be measured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,24 @@ from lm.errors import UserError
 ROOT = Path(__file__).parent.parent
 
 
+def output_of(arguments: Sequence[str], *hidden: str) -> str:
+    """What Python prints when it runs with these arguments in the checkout.
+
+    Args:
+        arguments: named in the error, too. hidden: further ones, which are not.
+
+    Raises:
+        UserError: with the last line of its errors, if it failed.
+    """
+    done = subprocess.run(
+        [sys.executable, *arguments, *hidden], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no message"]
+        raise UserError(f"{' '.join(arguments)} failed ({done.returncode}): {said[-1]}")
+    return done.stdout
+
+
 @contextmanager
 def trial_run(overrides: Sequence[str]) -> Iterator[list[Path]]:
     """Train with these arguments; the folders of the stages, which are gone after `with`.
@@ -23,14 +41,5 @@ def trial_run(overrides: Sequence[str]) -> Iterator[list[Path]]:
     """
     with TemporaryDirectory() as folder:
         command = ["train.py", "throwaway=true", "init_from=scratch", *overrides]
-        done = subprocess.run(
-            [sys.executable, *command, f"runs_dir={folder}", "name=measured"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or ["no message"]
-            raise UserError(f"{' '.join(command)} failed ({done.returncode}): {said[-1]}")
+        output_of(command, f"runs_dir={folder}", "name=measured")
         yield sorted((Path(folder) / "measured" / "trial").glob("stage*"))

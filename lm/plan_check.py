@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm.apart import ROOT
+from lm.apart import output_of
 from lm.errors import UserError
 from lm.files import write_text
 from lm.measure_step import ALL, BF16, FP32, measure
@@ -58,12 +57,7 @@ def compare(overrides: Sequence[str]) -> Comparison:
     Raises:
         UserError: with the message of what failed.
     """
-    command = [sys.executable, "-m", "lm.plan", "--json", "debug=profile", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or ["no message"]
-        raise UserError(f"{' '.join(command[2:])} failed ({done.returncode}): {said[-1]}")
-    plan = json.loads(done.stdout)[0]
+    plan = json.loads(output_of(["-m", "lm.plan", "--json", "debug=profile", *overrides]))[0]
     (cost,) = measure(["profile.steps=2", "profile.recorded=0", *overrides])
     return Comparison(
         plan["step_seconds"], cost.seconds, sum(plan["memory"].values()), cost.peak_bytes
