@@ -84,7 +84,7 @@ def test_cases_become_rows(
         path = Path(folder) / "measured" / "trial" / "stage1" / "profile.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(vars(COST)))
-        return subprocess.CompletedProcess(command, 0)
+        return subprocess.CompletedProcess(command, 0, stdout="")
 
     monkeypatch.setattr(subprocess, "run", train)
     measure_step.main(["--case", "two-processes", "trainer.precision=32-true"])
@@ -121,7 +121,7 @@ def test_precisions_are_held_against_float32(
         given = dict(argument.split("=", 1) for argument in command[2:])
         assert given["schedule.stages.1.steps"] == "8" and given["model.layers"] == "2"
         metrics(given["runs_dir"], given["trainer.precision"])
-        return subprocess.CompletedProcess(command, 0)
+        return subprocess.CompletedProcess(command, 0, stdout="")
 
     monkeypatch.setattr(subprocess, "run", train)
     precision.main(["--steps", "8", "--json", str(tmp_path / "out.json"), "model.layers=2"])
