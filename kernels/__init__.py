@@ -53,8 +53,10 @@ def banded_attention(
     """
     seed = _draw_seed() if dropout > 0 else 0
     call = make_call(q, k, v, band, relative=relative, dropout=dropout, seed=seed, scale=scale)
+    _, chosen = choose_backend(call, backend)
+    if not torch.is_autocast_enabled(q.device.type):
+        return chosen.attend(call).to(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        _, chosen = choose_backend(call, backend)
         return chosen.attend(call).to(q.dtype)
 
 

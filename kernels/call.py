@@ -1,7 +1,6 @@
 """One checked call of banded attention: what every backend receives."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,22 +85,29 @@ def make_call(
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be a finite number")
 
-    band = replace(band, window=min(band.window, k.shape[1] - 1))
+    # What need not change is passed on untouched: small calls feel each operation of torch.
+    if band.window >= k.shape[1]:
+        band = replace(band, window=k.shape[1] - 1)
     dtype = torch.promote_types(q.dtype, torch.float32)
     if relative is not None:
-        _check_relative(relative, q, dtype, band.window + 1)
-        r, content_bias, position_bias = (tensor.to(dtype) for tensor in relative)
-        relative = Relative(r[:, : band.window + 1], content_bias, position_bias)
+        rows = band.window + 1
+        _check_relative(relative, q, dtype, rows)
+        r, content_bias, position_bias = (_as(tensor, dtype) for tensor in relative)
+        relative = Relative(r if r.shape[1] == rows else r[:, :rows], content_bias, position_bias)
     return Call(
-        q=q.to(dtype),
-        k=k.to(dtype),
-        v=v.to(dtype),
+        q=_as(q, dtype),
+        k=_as(k, dtype),
+        v=_as(v, dtype),
         band=band,
         relative=relative,
         dropout=float(dropout),
         seed=seed,
         scale=q.shape[3] ** -0.5 if scale is None else float(scale),
     )
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -136,25 +142,26 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_relative(relative: Relative, q: Tensor, dtype: torch.dtype, rows: int) -> None:
     heads, dim = q.shape[2:]
-    for name, tensor in _named(relative):
-        if not tensor.is_floating_point() or torch.promote_types(tensor.dtype, dtype) != dtype:
+    for field, tensor in zip(Relative._fields, relative, strict=True):
+        if tensor.dtype != dtype and (
+            not tensor.is_floating_point() or torch.promote_types(tensor.dtype, dtype) != dtype
+        ):
             raise ValueError(
-                f"{name} has type {tensor.dtype}; with q of {q.dtype} the arithmetic is in "
-                f"{dtype}, and it must be a floating-point type no wider than that"
+                f"relative.{field} has type {tensor.dtype}; with q of {q.dtype} the arithmetic is "
+                f"in {dtype}, and it must be a floating-point type no wider than that"
             )
         if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}; it must be on q's, {q.device}")
-    r, *biases = (tensor for _, tensor in _named(relative))
+            raise ValueError(
+                f"relative.{field} is on {tensor.device}; it must be on q's, {q.device}"
+            )
+    r, *biases = relative
     if r.ndim != 3 or (r.shape[0], r.shape[2]) != (heads, dim) or r.shape[1] < rows:
         raise ValueError(
             f"relative.r has shape {tuple(r.shape)}; it must be [{heads}, rows, {dim}] with at "
             f"least {rows} rows, one for each delta from 0 to the window or the first key"
         )
-    for (name, _), bias in zip(list(_named(relative))[1:], biases, strict=True):
+    for field, bias in zip(Relative._fields[1:], biases, strict=True):
         if bias.shape != (heads, dim):
-            raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be [{heads}, {dim}]")
-
-
-def _named(relative: Relative) -> Iterator[tuple[str, Tensor]]:
-    for field, tensor in zip(relative._fields, relative, strict=True):
-        yield f"relative.{field}", tensor
+            raise ValueError(
+                f"relative.{field} has shape {tuple(bias.shape)}; it must be [{heads}, {dim}]"
+            )

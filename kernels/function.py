@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from kernels import cuda
 from kernels.call import Call
-from kernels.library import Variant, load_kernels, variant_for, why_not
+from kernels.library import Kernels, Variant, load_kernels, variant_for, why_not
 from kernels.tasks import backward_tasks, forward_tasks
-from kernels.workers import Turns, spread
+from kernels.workers import WORTH_WAKING, Turns, spread
 
 _LIMIT = 2**31 - 2**16  # elements that a kernel's 32-bit indices reach, with room for the last tile
 
@@ -210,7 +210,7 @@ def _backward(
 
 
 def _pack_relative(
-    kernels: Any, settings: _Settings, variant: Variant, relative: list[Tensor]
+    kernels: Kernels, settings: _Settings, variant: Variant, relative: list[Tensor]
 ) -> list[Tensor]:
     """Return r in strips, and the biases."""
     r, content_bias, position_bias = relative
@@ -221,9 +221,10 @@ def _pack_relative(
     numbers = (settings.heads, settings.window, strips)
     # Copying an entry takes as long as about ten multiplications.
     work = 10.0 * packed.numel()
-    spread(
-        settings.heads, lambda: lambda head: kernel(*tensors, head, head + 1, *numbers), work=work
-    )
+    if work < WORTH_WAKING:
+        kernel(*tensors, 0, settings.heads, *numbers)
+    else:
+        spread(settings.heads, lambda: lambda head: kernel(*tensors, head, head + 1, *numbers))
     return [packed, content_bias, position_bias]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 FORWARD_QUERIES = 480  # most queries of a forward task
 BACKWARD_KEYS = 512  # most keys of a backward task
-_ENOUGH = 16  # so many tasks keep the cores of a small machine evenly busy
+_ENOUGH = 32  # so many tasks keep the cores of a small machine busy to the end
 _GRAIN = 3e7, 5e6  # most and least multiplications and additions that are worth a kernel's call
 
 _Row = tuple[int, int, int, int, int, int]

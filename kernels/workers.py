@@ -23,7 +23,7 @@ import torch
 
 Job = Callable[[int], None]
 
-_SHARE = 5e6  # multiplications and additions, about 0.1 ms, for which waking a helper is worth it
+WORTH_WAKING = 5e6  # multiplications and additions, about 0.1 ms, that repay waking a helper
 _logger = logging.getLogger("longchar.kernels")
 
 
@@ -146,7 +146,7 @@ def spread(
     claims. Raises what the first failing job raised, after all threads have stopped; `failed` is
     called as soon as a job or its preparation fails, to wake jobs that wait for another.
     """
-    threads = min(torch.get_num_threads(), count, 1 + work / _SHARE)
+    threads = min(torch.get_num_threads(), count, 1 + work / WORTH_WAKING)
     if threads < 2:
         _do_alone(count, prepare, failed)
         return
