@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from kernels.band import Relative
 from kernels.call import Call
 from kernels.chunks_heads import Head, Scratch, make_head, new_rows, packed, writable
-from kernels.chunks_streams import pack, parts, streams_of, unpack
+from kernels.chunks_streams import Rows, apart, pack, streams_of, unpack
 from kernels.chunks_tiles import Slab, Tile
 from kernels.dropout import keep_words
 
@@ -176,12 +176,12 @@ def _relative_rows(gradients: list[Tensor], head: Head) -> Relative | None:
 
 
 def _output_gradient(
-    dout_rows: list[Tensor], out_rows: list[Tensor], dropout: float, scratch: Scratch
+    dout_rows: Rows, out_rows: Rows, dropout: float, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Return dout divided by the share that dropout keeps, and the sum of dout * out per row."""
-    dot = new_rows([row[..., :1] for row in out_rows], "dot", scratch)
-    for part, dout, out in zip(parts(dot, len(out_rows)), dout_rows, out_rows, strict=True):
-        torch.sum(dout * out, -1, keepdim=True, out=part)
+    sums = out_rows[..., :1]
+    dot = new_rows(sums, "dot", scratch)
+    torch.sum(dout_rows * out_rows, -1, keepdim=True, out=apart(dot, sums))
     if dropout == 0:
         return packed(dout_rows, "dout", scratch), dot
     return pack(dout_rows, new_rows(dout_rows, "dout", scratch)).div_(1 - dropout), dot

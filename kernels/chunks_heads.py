@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from kernels.call import Call
-from kernels.chunks_streams import Streams, is_packed, pack, parts
+from kernels.chunks_streams import Packed, Rows, Streams, apart, is_packed, pack
 from kernels.chunks_tiles import Tile, tiles_of
 from kernels.dropout import row_keys
 
@@ -81,28 +81,27 @@ def make_head(call: Call, streams: Streams, scratch: Scratch) -> Head:
     return Head(streams, window, content, position, k, v, r, call.dropout, dropout_rows)
 
 
-def packed(rows: list[Tensor], name: str, scratch: Scratch) -> Tensor:
-    """Return the residues' rows as one tensor to read: as they are or packed into a buffer."""
+def packed(rows: Rows, name: str, scratch: Scratch) -> Packed:
+    """Return streams as one tensor to read: as they are or packed into a buffer."""
     return rows[0] if is_packed(rows) else pack(rows, new_rows(rows, name, scratch))
 
 
-def writable(rows: list[Tensor], name: str, scratch: Scratch) -> Tensor:
-    """Return a tensor to fill and then `unpack` into the residues' rows: a buffer or they."""
+def writable(rows: Rows, name: str, scratch: Scratch) -> Packed:
+    """Return a tensor to fill and then `unpack` into the streams: a buffer or they."""
     return rows[0] if is_packed(rows) else new_rows(rows, name, scratch)
 
 
-def new_rows(rows: list[Tensor], name: str, scratch: Scratch) -> Tensor:
-    """Return an uninitialised buffer for the residues' rows."""
-    batch, *shape = rows[0].shape
-    return scratch.shaped(name, len(rows) * batch, *shape)
+def new_rows(rows: Rows, name: str, scratch: Scratch) -> Packed:
+    """Return an uninitialised buffer for the streams."""
+    residues, batch, *shape = rows.shape
+    return scratch.shaped(name, residues * batch, *shape)
 
 
-def _queries(rows: list[Tensor], bias: Tensor | None, factor: float, into: Tensor) -> Tensor:
-    for part, row in zip(parts(into, len(rows)), rows, strict=True):
-        if bias is None:
-            torch.mul(row, factor, out=part)
-        else:
-            torch.add(row, bias, out=part).mul_(factor)
+def _queries(rows: Rows, bias: Tensor | None, factor: float, into: Packed) -> Packed:
+    if bias is None:
+        torch.mul(rows, factor, out=apart(into, rows))
+    else:
+        torch.add(bias * factor, rows, alpha=factor, out=apart(into, rows))
     return into
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int64
@@ -16,10 +17,15 @@ from torch import Tensor
 
 from kernels.call import Call
 
+Rows: TypeAlias = Float[Tensor, "residues batch stream *dim"]
+Packed: TypeAlias = Float[Tensor, "streams stream *dim"]
+
 
 @dataclass(frozen=True)
 class Streams:
     """The streams of one head and of successive residues, all of one length.
+
+    Taken together they are one view with a row for each residue, and are copied in one go.
 
     `queries` and `keys` count the positions of one stream; its queries are the last of its keys'
     positions. `offset` is the position of the call's first query.
@@ -38,21 +44,22 @@ class Streams:
         """How many streams there are: residues, and for each the whole batch."""
         return len(self.residues) * self.batch
 
-    def first_query(self, residue: int) -> int:
-        """Return the row of q where the stream of this residue begins."""
-        return (residue - self.offset) % self.stride
+    @property
+    def first_query(self) -> int:
+        """The row of q where the first residue's stream begins."""
+        return (self.residues[0] - self.offset) % self.stride
 
-    def query_rows(
-        self, x: Float[Tensor, "batch queries heads *dim"]
-    ) -> list[Float[Tensor, "batch stream *dim"]]:
-        """Return the rows of each residue as a view of a tensor that is laid out as q."""
-        return [x[:, self.first_query(e) :: self.stride, self.head] for e in self.residues]
+    def query_rows(self, x: Float[Tensor, "batch queries heads *dim"]) -> Rows:
+        """Return the streams as a view of a tensor that is laid out as q."""
+        return self._rows(x, self.first_query)
 
-    def key_rows(
-        self, x: Float[Tensor, "batch keys heads *dim"]
-    ) -> list[Float[Tensor, "batch stream *dim"]]:
-        """Return the rows of each residue as a view of a tensor that is laid out as k."""
-        return [x[:, e :: self.stride, self.head] for e in self.residues]
+    def key_rows(self, x: Float[Tensor, "batch keys heads *dim"]) -> Rows:
+        """Return the streams as a view of a tensor that is laid out as k."""
+        return self._rows(x, self.residues[0])
+
+    def _rows(self, x: Tensor, first: int) -> Rows:
+        together = x[:, first:, self.head].unfold(1, len(self.residues), self.stride)
+        return together.movedim(-1, 0)
 
     def batch_index(self, device: torch.device) -> Int64[Tensor, "streams 1"]:
         """Return which element of the batch each stream is from."""
@@ -60,17 +67,16 @@ class Streams:
 
     def positions(self, device: torch.device) -> Int64[Tensor, "streams queries"]:
         """Return the absolute position of each query of each stream."""
-        first = torch.tensor(
-            [self.offset + self.first_query(e) for e in self.residues], device=device
-        ).repeat_interleave(self.batch)
-        return first[:, None] + self.stride * torch.arange(self.queries, device=device)
+        first = torch.arange(len(self.residues), device=device).repeat_interleave(self.batch)
+        start = self.offset + self.first_query
+        return start + first[:, None] + self.stride * torch.arange(self.queries, device=device)
 
 
 def streams_of(call: Call) -> Iterator[Streams]:
     """Yield the streams that hold at least one query, head by head."""
     for head, stride in enumerate(call.band.strides):
         residues = range(min(stride, call.k.shape[1]))
-        for (queries, keys), group in groupby(residues, partial(_lengths, call, stride)):
+        for (queries, keys, _), group in groupby(residues, partial(_alike, call, stride)):
             members = list(group)
             if queries > 0:
                 together = range(members[0], members[-1] + 1)
@@ -78,37 +84,31 @@ def streams_of(call: Call) -> Iterator[Streams]:
                 yield Streams(head, stride, together, batch, queries, keys, call.offset)
 
 
-def _lengths(call: Call, stride: int, residue: int) -> tuple[int, int]:
+def _alike(call: Call, stride: int, residue: int) -> tuple[int, int, bool]:
+    """What the residues of one `Streams` share: lengths, and that their queries lie in a row."""
     first_query = (residue - call.offset) % stride
     queries, keys = call.q.shape[1], call.k.shape[1]
-    return len(range(first_query, queries, stride)), len(range(residue, keys, stride))
+    lengths = len(range(first_query, queries, stride)), len(range(residue, keys, stride))
+    return *lengths, residue < call.offset % stride
 
 
-def pack(
-    rows: list[Float[Tensor, "batch stream *dim"]], into: Float[Tensor, "streams stream *dim"]
-) -> Float[Tensor, "streams stream *dim"]:
-    """Copy the residues' rows one after another into a contiguous tensor."""
-    for part, row in zip(parts(into, len(rows)), rows, strict=True):
-        part.copy_(row)
+def pack(rows: Rows, into: Packed) -> Packed:
+    """Copy streams one after another into a contiguous tensor."""
+    apart(into, rows).copy_(rows)
     return into
 
 
-def unpack(
-    packed: Float[Tensor, "streams stream *dim"], rows: list[Float[Tensor, "batch stream *dim"]]
-) -> None:
-    """Copy back what `pack` laid out, into the residues' rows, unless it is those rows itself."""
-    if packed is not rows[0]:
-        for part, row in zip(parts(packed, len(rows)), rows, strict=True):
-            row.copy_(part)
+def unpack(packed: Packed, rows: Rows) -> None:
+    """Copy back what `pack` laid out, unless `packed` is the rows themselves."""
+    if packed.data_ptr() != rows.data_ptr():
+        rows.copy_(apart(packed, rows))
 
 
-def parts(
-    packed: Float[Tensor, "streams stream *dim"], residues: int
-) -> tuple[Float[Tensor, "batch stream *dim"], ...]:
-    """Return the part of a packed tensor that belongs to each of so many residues."""
-    return packed.unflatten(0, (residues, -1)).unbind(0)
+def apart(packed: Packed, rows: Rows) -> Rows:
+    """Return a packed tensor's streams by residue and batch, as `rows` has them."""
+    return packed.unflatten(0, rows.shape[:2])
 
 
-def is_packed(rows: list[Float[Tensor, "batch stream *dim"]]) -> bool:
+def is_packed(rows: Rows) -> bool:
     """Return whether the rows serve as they are: one residue's, each row's numbers in a line."""
-    return len(rows) == 1 and rows[0].stride(-1) == 1 and rows[0].stride(1) >= rows[0].shape[-1]
+    return rows.shape[0] == 1 and rows.stride(-1) == 1 and rows.stride(2) >= rows.shape[-1]
