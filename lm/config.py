@@ -99,6 +99,7 @@ class TrainerConfig:
         threads: of torch and the kernels on the CPU; null: torch's own choice.
         deterministic: the same bits on CUDA too, slower.
         gradient_checkpointing: keep only the blocks' inputs, recompute the rest.
+        compile: torch.compile for the dense part of the blocks; it takes a minute at the start.
         log_every, save_every: in optimiser steps.
     """
 
@@ -111,6 +112,7 @@ class TrainerConfig:
     threads: int | None = None
     deterministic: bool = False
     gradient_checkpointing: bool = True
+    compile: bool = False
     log_every: int = 50
     save_every: int = 1000
 

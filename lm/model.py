@@ -99,11 +99,12 @@ class Block(nn.Module):
     ) -> Float[Tensor, "B N M"]:
         """One block; with a cache, `x` continues the positions that the cache holds."""
         attended = self.attention(self.attention_norm(x), table, content_bias, position_bias, cache)
-        x = x + self._drop(attended)
-        hidden = self._drop(F.gelu(self.inner(self.feedforward_norm(x))))
-        return x + self._drop(self.outer(hidden))
+        x = x + self.drop(attended)
+        hidden = self.drop(F.gelu(self.inner(self.feedforward_norm(x))))
+        return x + self.drop(self.outer(hidden))
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def drop(self, x: Float[Tensor, "B N width"]) -> Float[Tensor, "B N width"]:
+        """Dropout, while training."""
         return dropout(x, self.dropout, self.training)
 
 
@@ -192,7 +193,7 @@ class LanguageModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             biases = self.position_biases(layer)
             if caches is not None:
-                x = block(x, table, *biases, caches[layer])
+                x = block.forward(x, table, *biases, caches[layer])  # never the compiled one
             elif self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, table, *biases, use_reentrant=False)
             else:

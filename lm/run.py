@@ -27,6 +27,7 @@ from kernels import describe_choice
 from lm.announce import announce
 from lm.check import check_train, schedule_of
 from lm.checkpoint import load_checkpoint, load_weights
+from lm.compiled import check_compiler, compile_blocks
 from lm.config import Config, ConfigError, UserError
 from lm.device import Device, choose_device
 from lm.files import explained
@@ -93,6 +94,8 @@ def train_stages(config: Config, signals: Signals, seat: Seat | None) -> None:
     if config.model.backend != "auto":
         head_width = config.model.width // config.model.heads
         describe_choice(config.model.backend, dim=head_width, device=device.kind)
+    if config.trainer.compile:
+        check_compiler(device.kind)
     sequences = [micro_batch(config, stage) for stage in chosen]
     chosen = [measured_stage(config, *each) for each in zip(chosen, sequences, strict=True)]
     corpus = corpus_of(config.data)
@@ -191,6 +194,8 @@ def train_stage(
     )
     if source is not None:
         load_weights(model, source)
+    if config.trainer.compile:
+        compile_blocks(model, device.kind)
     module = TrainingModule(
         model,
         stage,

@@ -1,0 +1,61 @@
+"""trainer.compile changes the time of a step and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.checkpoint import load_checkpoint
+from lm.compiled import check_compiler
+from lm.errors import UserError
+from tests.system.micro import SMALLER, STAGES
+from tests.system.moments import ROOT
+
+
+def train(folder: Path, compiled: bool) -> dict:
+    """The last checkpoint of a run of train.py as it is, without the tests' checks of types."""
+    text = folder / "text"
+    text.write_bytes(bytes(range(256)) * 80)
+    arguments = [
+        *(a for a in SMALLER if a != "stage=all"),
+        "stage=1",
+        f"data.path={text}",
+        f"runs_dir={folder / str(compiled)}",
+        f"schedule.stages.1={STAGES['1']}",
+        "trainer.precision=32-true",
+        "trainer.log_every=1",
+        f"trainer.compile={compiled}",
+    ]
+    subprocess.run(
+        [sys.executable, "train.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")},
+        stdin=subprocess.DEVNULL,
+        check=True,
+    )
+    (checkpoint,) = (folder / str(compiled)).glob("*/stage1/checkpoints/last.ckpt")
+    return load_checkpoint(checkpoint)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler, g++")
+def test_it_changes_nothing_but_rounding(tmp_path: Path) -> None:
+    plain = train(tmp_path, False)
+    assert not list((tmp_path / "compiled").rglob("*.so"))
+    compiled = train(tmp_path, True)
+    assert list((tmp_path / "compiled").rglob("*.so"))
+    assert compiled["bpc"] == pytest.approx(plain["bpc"], rel=1e-5)
+    for name, weight in plain["weights"].items():
+        difference = (compiled["weights"][name] - weight).abs().max()
+        assert difference < 1e-5, name
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"trainer.compile=true: .* 'no-such-compiler' was not"):
+        check_compiler("cpu")
+    check_compiler("cuda")
