@@ -19,7 +19,8 @@ class Call:
     strides in memory and may require gradients. The queries are the last ones of the keys'
     positions: query row a stands at position `offset + a`.
 
-    `band.window` is at most keys - 1, and `relative.r` has exactly `band.window + 1` rows.
+    `band.window` is at most keys - 1, a stride at most keys (with either a head sees no less), and
+    `relative.r` has exactly `band.window + 1` rows.
     `seed` keys the dropout mask and is 0 without dropout.
     """
 
@@ -86,8 +87,10 @@ def make_call(
         raise ValueError(f"scale is {scale}; it must be a finite number")
 
     # What need not change is passed on untouched: small calls feel each operation of torch.
-    if band.window >= k.shape[1]:
-        band = replace(band, window=k.shape[1] - 1)
+    keys = k.shape[1]
+    if band.window >= keys or max(band.strides) > keys:
+        strides = tuple(min(stride, keys) for stride in band.strides)
+        band = replace(band, window=min(band.window, keys - 1), strides=strides)
     dtype = torch.promote_types(q.dtype, torch.float32)
     if relative is not None:
         rows = band.window + 1

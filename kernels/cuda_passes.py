@@ -47,15 +47,14 @@ class Settings:
     def of(call: Call, shared_limit: int) -> "Settings":
         """Return a call's numbers."""
         batch, queries, heads, dim = call.q.shape
-        keys = call.k.shape[1]
         return Settings(
             batch=batch,
             queries=queries,
-            keys=keys,
+            keys=call.k.shape[1],
             heads=heads,
             dim=dim,
             window=call.band.window,
-            strides=tuple(min(stride, keys) for stride in call.band.strides),  # sees no less
+            strides=call.band.strides,
             scale=call.scale,
             dropout=call.dropout,
             seed=call.seed,

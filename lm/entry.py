@@ -83,7 +83,7 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
             if isinstance(sys.stdout, io.TextIOWrapper):  # a path may be more than it can show
                 sys.stdout.reconfigure(errors="backslashreplace")
             try:
-                refuse_arguments(sys.argv[1:], schema)
+                sys.argv[1:] = in_order(sys.argv[1:], schema)
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
             except ConfigError as error:
                 sys.exit(f"error: {error}")
@@ -97,15 +97,19 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
     return wrap
 
 
-def refuse_arguments(arguments: Sequence[str], schema: type) -> None:
-    """Raise ConfigError for an option that Hydra does not have, or what is no key=value."""
+def in_order(arguments: Sequence[str], schema: type) -> list[str]:
+    """The arguments with options last: Hydra wants all key=value in one piece.
+
+    Raises:
+        ConfigError: for an option that Hydra does not have, or what is no key=value.
+    """
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{message}; --hydra-help explains the options")
 
     parser.error = refuse
-    known, unknown = parser.parse_known_args(arguments)
+    known, unknown = parser.parse_known_intermixed_args(arguments)
     for option in unknown:
         name = option.lstrip("-").partition("=")[0].replace("-", "_")
         hint = nearest_key(name, schema)
@@ -118,6 +122,13 @@ def refuse_arguments(arguments: Sequence[str], schema: type) -> None:
                 f"{argument}: expected key=value, without blanks around the =; a value with blanks "
                 "has to be quoted for the shell, as in 'key=two words'"
             )
+        key, _, value = argument.partition("=")
+        if (CONF / key).is_dir() and value.startswith("["):
+            raise ConfigError(
+                f"{argument}: expected one choice, not a list; -m with {key}=A,B "
+                "trains with one after the other"
+            )
+    return [*known.overrides, *(a for a in arguments if a not in known.overrides)]
 
 
 def explain(error: Exception, schema: type) -> str:

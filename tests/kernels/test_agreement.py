@@ -22,7 +22,7 @@ CASES = [
     Case(50, 8, (5, 1), queries=1, batch=2),
     Case(90, 20, (1, 4), queries=1),
     Case(90, 20, (1, 3), queries=37, batch=2),
-    Case(9, 3, (11, 4), queries=5),
+    Case(9, 3, (2**40, 4), queries=5),
     Case(30, 29, (1,), dim=5, scale=0.7),
     Case(70, 33, (2, 1), extra_rows=1),
 ]

@@ -8,7 +8,7 @@ import pytest
 
 from lm.check import check_train
 from lm.config import Config, ConfigError
-from lm.entry import command, nearest_key
+from lm.entry import command, in_order, nearest_key
 from lm.run import train
 
 ROOT = Path(__file__).parent.parent.parent
@@ -73,6 +73,7 @@ def test_an_unknown_key_comes_with_the_nearest_one(key, hint):
         (["+model.size=2"], "model.size: unknown key; --cfg job shows the keys that there are"),
         (["model.layers=many"], "model.layers: Value 'many' of type 'str' could not be converted"),
         (["experiment=enwik9"], "experiment=enwik9: no such choice; expected one of demo,"),
+        (["model=[small,large]"], "model=[small,large]: expected one choice, not a list"),
         (["debug=smok"], "debug=smok: no such choice; expected one of"),
         (["=3"], "=3: expected key=value"),
         (["seed", "=", "3"], "seed: expected key=value, without blanks around the =;"),
@@ -112,6 +113,11 @@ def test_the_command_line_ends_in_one_line(arguments, message, tmp_path, monkeyp
     assert caught.value.code.startswith(f"error: {message}")
     assert "\n" not in caught.value.code
     assert not list(tmp_path.iterdir())
+
+
+def test_options_may_stand_anywhere():
+    typed = ["stage=1", "-m", "seed=1,2", "--cfg", "job", "name=x"]
+    assert in_order(typed, Config) == ["stage=1", "seed=1,2", "name=x", "-m", "--cfg", "job"]
 
 
 def test_the_program_itself_says_one_line_and_fails(tmp_path):
