@@ -1,8 +1,8 @@
-"""The tvm backend beside what it is meant to reach on a CPU: python -m kernels.bench_targets."""
+"""The backends beside what they are meant to reach on a CPU: python -m kernels.bench_targets."""
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,20 @@ from kernels.bench_cases import (
 from kernels.bench_memory import measure_memory
 
 _DESCRIPTION = """\
-What the tvm backend reaches beside what it is meant to, with 8 heads of 64 and relative terms:
+What the tvm backend, and in the last group chunks, reaches beside what it is meant to, with 8 heads
+of 64 and relative terms:
 
 speed    useful operations per second (kernels.bench says what counts) as a share of torch.mm's
 strides  time per visible pair of heads of stride 4, as a multiple of heads of stride 1
 threads  time on one thread over time on two, also with a single head
 memory   beyond inputs, output and gradients, as a share of 3 k + 2 r forward, 8 k + 4 r both
+chunks   of the chunks backend: strides as above, and memory at 8192, 2048 over that at 8192, 512
 
 Runs that are compared take turns. On a machine that does other things too, only `--clock cpu` tells
 something, on one thread, for speed and strides.
 """
-GROUPS = ("speed", "strides", "threads", "memory")
+_NO_MEMORY = "memory cannot be measured here: there is no /proc/self/clear_refs"
+GROUPS = ("speed", "strides", "threads", "memory", "chunks")
 # (n, window, dropout): the shares of torch.mm wanted in forward, and in forward and backward.
 SPEED = {
     (2048, 32, 0.0): (0.35, 0.30),
@@ -46,6 +49,8 @@ SPEED = {
     (23040, 2048, 0.2): (0.75, 0.65),
 }
 STRIDES = ((8192, 512), (8192, 2048))
+CHUNKS_STRIDES = ((8192, 32), (8192, 128), *STRIDES)
+CHUNKS_MEMORY = (8192, 2048, 512)  # n, the wide window and the narrow one
 THREADS = ((8192, 512, 8), (8192, 512, 1), (23040, 2048, 1))  # n, window, heads
 MEMORY = ((2048, 32), (2048, 512), (8192, 512), (2048, 8192), (23040, 2048))
 
@@ -68,10 +73,16 @@ class Figure:
 
 
 def make_case(
-    sequence: int, window: int, *, heads: int = 8, stride: int = 1, dropout: float = 0.0
+    sequence: int,
+    window: int,
+    *,
+    backend: str = "tvm",
+    heads: int = 8,
+    stride: int = 1,
+    dropout: float = 0.0,
 ) -> Case:
-    """Return a case of the tvm backend with relative terms and heads of 64."""
-    return Case("tvm", sequence, window, 1, heads, 64, (stride,) * heads, dropout, True)
+    """Return a case with relative terms and heads of 64."""
+    return Case(backend, sequence, window, 1, heads, 64, (stride,) * heads, dropout, True)
 
 
 def speed(options: argparse.Namespace) -> Iterator[Figure]:
@@ -90,15 +101,22 @@ def speed(options: argparse.Namespace) -> Iterator[Figure]:
 
 def strides(options: argparse.Namespace) -> Iterator[Figure]:
     """Strided heads beside plain ones, per visible pair."""
-    for sequence, window in STRIDES:
-        plain, strided = (make_case(sequence, window, stride=stride) for stride in (1, 4))
+    yield from _strides("strides", STRIDES, "tvm", options)
+
+
+def _strides(
+    group: str, sizes: Sequence[tuple[int, int]], backend: str, options: argparse.Namespace
+) -> Iterator[Figure]:
+    for sequence, window in sizes:
+        plain, strided = (
+            make_case(sequence, window, backend=backend, stride=stride) for stride in (1, 4)
+        )
         runs = case_runs([plain, strided], options.threads)
         seconds = time_in_turns(runs, options.repetitions, options.clock)
         for passes in PASSES:
             each = [seconds[case, passes] / case.flops(passes) for case in (strided, plain)]
-            yield Figure(
-                "strides", f"{sequence}, {window}", passes, each[0] / each[1], 1.1, most=True
-            )
+            what = f"{sequence}, {window}"
+            yield Figure(group, what, passes, each[0] / each[1], 1.1, most=True)
 
 
 def threads(options: argparse.Namespace) -> Iterator[Figure]:
@@ -127,10 +145,25 @@ def memory(options: argparse.Namespace) -> Iterator[Figure]:
         for passes in PASSES:
             figures = measure_memory(case, passes, options.threads)
             if figures is None:
-                say("memory cannot be measured here: there is no /proc/self/clear_refs")
+                say(_NO_MEMORY)
                 return
             share = figures["temporary"] / limits[passes]
             yield Figure("memory", f"{sequence}, {window}", passes, share, 1.0, most=True)
+
+
+def chunks(options: argparse.Namespace) -> Iterator[Figure]:
+    """Of the chunks backend: strided heads beside plain ones, and how memory grows with windows."""
+    yield from _strides("chunks", CHUNKS_STRIDES, "chunks", options)
+    sequence, *windows = CHUNKS_MEMORY
+    wide, narrow = (make_case(sequence, window, backend="chunks") for window in windows)
+    for passes in PASSES:
+        peaks = [measure_memory(case, passes, options.threads) for case in (wide, narrow)]
+        if peaks[0] is None or peaks[1] is None:
+            say(_NO_MEMORY)
+            return
+        growth = peaks[0]["temporary"] / peaks[1]["temporary"]
+        what = f"{sequence}, {windows[0]} / {windows[1]}, memory"
+        yield Figure("chunks", what, passes, growth, 1.2, most=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -151,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"there is no group {unknown.pop()!r}; choose of {', '.join(GROUPS)}")
     say(f"torch {torch.__version__}, {options.threads} threads, {options.clock} clock")
     say(f"{'':<9}{'n, window':<26}{'passes':<9}{'measured':>9}{'wanted':>9}")
-    measure = {"speed": speed, "strides": strides, "threads": threads, "memory": memory}
+    measure = dict(zip(GROUPS, (speed, strides, threads, memory, chunks), strict=True))
     figures = []
     for group in groups:
         for figure in measure[group](options):

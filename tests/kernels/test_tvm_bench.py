@@ -48,10 +48,13 @@ def test_bench_targets(
     monkeypatch.setattr(bench_targets, "STRIDES", ((40, 3),))
     monkeypatch.setattr(bench_targets, "THREADS", ((40, 3, 1),))
     monkeypatch.setattr(bench_targets, "MEMORY", ((512, 600),))
+    monkeypatch.setattr(bench_targets, "CHUNKS_STRIDES", ((40, 3),))
     measure = bench_targets.measure_memory
 
     def measure_one(case: bench.Case, passes: str, threads: int) -> dict[str, int] | None:
         """Measure one pass: each takes a process of its own."""
+        if case.backend == "chunks":
+            return {"temporary": case.window}
         return measure(case, passes, threads) if passes == "both" else {"temporary": 1}
 
     monkeypatch.setattr(bench_targets, "measure_memory", measure_one)
@@ -62,6 +65,7 @@ def test_bench_targets(
     assert not figures["speed", "forward"]["met"]
     assert figures["speed", "both"]["met"]
     assert figures["memory", "both"]["met"]
+    assert figures["chunks", "both"]["measured"] == 4
     assert capsys.readouterr().out.count("missed") >= 1
     with pytest.raises(SystemExit, match="'spped'; choose of speed"):
         bench_targets.main(["spped"])
