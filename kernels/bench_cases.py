@@ -1,6 +1,7 @@
 """What the benchmarks run, and how it is timed."""
 
 import ctypes
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -141,13 +142,22 @@ class Timed:
     call: Callable[[], object]
 
 
-def time_in_turns(runs: Mapping[Key, Timed], repetitions: int, clock: str) -> dict[Key, float]:
-    """Return the median seconds of each run. All take turns, so what slows one slows all."""
+def time_in_turns(
+    runs: Mapping[Key, Timed], repetitions: int, clock: str, at_least: float = 0.0
+) -> dict[Key, float]:
+    """Return the median seconds of each run. All take turns, so what slows one slows all.
+
+    There are `repetitions` turns, and more until `at_least` seconds have passed: two virtual cores
+    may lie on one real one for a second, and then two threads do the work of one.
+    """
     keep_freed_memory()
+    end = time.perf_counter() + at_least
     now = CLOCKS[clock]
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
     before = torch.get_num_threads()
-    for turn in range(-WARM_UP, repetitions):
+    for turn in itertools.count(-WARM_UP):
+        if turn >= repetitions and time.perf_counter() >= end:
+            break
         for key, run in runs.items():
             torch.set_num_threads(run.threads)
             start = now()

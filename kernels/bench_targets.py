@@ -28,7 +28,7 @@ of 64 and relative terms:
 
 speed    useful operations per second (kernels.bench says what counts) as a share of torch.mm's
 strides  time per visible pair of heads of stride 4, as a multiple of heads of stride 1
-threads  time on one thread over time on two, also with a single head
+threads  time on one thread over time on two, also with a single head, beside torch.mm's
 memory   beyond inputs, output and gradients, as a share of 3 k + 2 r forward, 8 k + 4 r both
 chunks   of the chunks backend: strides as above, and memory at 8192, 2048 over that at 8192, 512
 
@@ -91,7 +91,7 @@ def speed(options: argparse.Namespace) -> Iterator[Figure]:
         case = make_case(sequence, window, dropout=dropout)
         runs: dict[Any, Timed] = {"mm": matrix_product(options.threads)}
         runs |= case_runs([case], options.threads)
-        seconds = time_in_turns(runs, options.repetitions, options.clock)
+        seconds = time_in_turns(runs, options.repetitions, options.clock, options.seconds)
         peak = MM_FLOPS / seconds["mm"]
         what = f"{sequence}, {window}" + (f", dropout {dropout}" if dropout else "")
         for passes, share in zip(PASSES, wanted, strict=True):
@@ -112,7 +112,7 @@ def _strides(
             make_case(sequence, window, backend=backend, stride=stride) for stride in (1, 4)
         )
         runs = case_runs([plain, strided], options.threads)
-        seconds = time_in_turns(runs, options.repetitions, options.clock)
+        seconds = time_in_turns(runs, options.repetitions, options.clock, options.seconds)
         for passes in PASSES:
             each = [seconds[case, passes] / case.flops(passes) for case in (strided, plain)]
             what = f"{sequence}, {window}"
@@ -124,14 +124,16 @@ def threads(options: argparse.Namespace) -> Iterator[Figure]:
     for sequence, window, heads in THREADS:
         case = make_case(sequence, window, heads=heads)
         by_count = {count: case_runs([case], count) for count in (1, 2)}
-        runs = {
+        runs: dict[Any, Timed] = {
             (count, p): run for count, run_of in by_count.items() for (_, p), run in run_of.items()
         }
-        seconds = time_in_turns(runs, options.repetitions, "wall")
+        runs |= {(count, "mm"): matrix_product(count) for count in (1, 2)}
+        seconds = time_in_turns(runs, options.repetitions, "wall", options.seconds)
         what = f"{sequence}, {window}, " + ("1 head" if heads == 1 else f"{heads} heads")
         for passes in PASSES:
             gain = seconds[1, passes] / seconds[2, passes]
             yield Figure("threads", what, passes, gain, 1.8, most=False)
+        say(f"         torch.mm itself: {seconds[1, 'mm'] / seconds[2, 'mm']:.2f}")
 
 
 def memory(options: argparse.Namespace) -> Iterator[Figure]:
@@ -176,6 +178,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)} (all)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repetitions", type=int, default=5, help="timed turns (5)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="shortest time for one group of turns (5)"
+    )
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write all figures there")
     options = parser.parse_args(arguments)

@@ -59,7 +59,9 @@ def test_bench_targets(
 
     monkeypatch.setattr(bench_targets, "measure_memory", measure_one)
     path = tmp_path / "figures.json"
-    bench_targets.main(["--repetitions", "1", "--threads", "1", "--json", str(path)])
+    bench_targets.main(
+        ["--repetitions", "1", "--seconds", "0", "--threads", "1", "--json", str(path)]
+    )
     figures = {(row["group"], row["passes"]): row for row in json.loads(path.read_text())}
     assert set(figures) == {(g, p) for g in bench_targets.GROUPS for p in ("forward", "both")}
     assert not figures["speed", "forward"]["met"]
