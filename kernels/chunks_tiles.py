@@ -83,12 +83,14 @@ def tiles_of(streams: int, queries: int, keys: int, window: int, itemsize: int) 
     offset = keys - queries
     budget = TILE_BYTES // itemsize
 
-    def capacity(length: int, reach: int) -> int:
-        return max(1, budget // (length * (reach + length)))
+    def share(blocks: int, length: int, reach: int) -> int:
+        """How many blocks a tile gets, all about as many, since threads share a tile's blocks."""
+        fitting = max(1, budget // (length * (reach + length)))
+        return -(-blocks // -(-blocks // fitting))
 
     def across(place: int, length: int) -> Iterator[Tile]:
         reach = min(place, window)
-        step = capacity(length, reach)
+        step = share(streams, length, reach)
         for stream in range(0, streams, step):
             count = min(step, streams - stream)
             yield Tile(stream, count, True, place - offset, place - reach, length, reach)
@@ -100,7 +102,7 @@ def tiles_of(streams: int, queries: int, keys: int, window: int, itemsize: int) 
         place += length
     blocks = (keys - place) // size
     if blocks >= streams:
-        step = capacity(size, window)
+        step = share(blocks, size, window)
         for stream in range(streams):
             for block in range(0, blocks, step):
                 first = place + block * size
