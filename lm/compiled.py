@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
 
 import torch
 
@@ -15,14 +17,23 @@ def check_compiler(device: str) -> None:
     """Refuse a device for which nothing can be compiled here.
 
     Raises:
-        UserError: on a CPU without a C++ compiler; on a GPU Triton comes with torch.
+        UserError: on a CPU without a C++ compiler that runs; on a GPU Triton comes with torch.
     """
-    compiler = os.environ.get("CXX") or "g++"
-    if device == "cpu" and shutil.which(compiler) is None:
+    compiler = os.environ.get("CXX", "g++")
+    if device == "cpu" and not _runs(shlex.split(compiler)):
         raise UserError(
-            f"trainer.compile=true: on a CPU it needs a C++ compiler, and {compiler!r} was not "
-            "found; install one, name it in CXX, or give trainer.compile=false"
+            f"trainer.compile=true: on a CPU it needs a C++ compiler, and {compiler!r} does not "
+            "run; install one, name it in CXX, or give trainer.compile=false"
         )
+
+
+def _runs(command: list[str]) -> bool:
+    if not command or shutil.which(command[0]) is None:
+        return False
+    done = subprocess.run(
+        [*command, "--version"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    return done.returncode == 0
 
 
 def compile_blocks(model: LanguageModel, device: str) -> None:
@@ -32,6 +43,7 @@ def compile_blocks(model: LanguageModel, device: str) -> None:
     on a CPU, whose masks are not torch's (lm/dropout.py); a GPU's is compiled, with other masks
     than without. Steps through a cache are not compiled: their lengths differ.
     """
+    torch.compiler.reset()  # all blocks share a few places, which the stages before have taken
     for block in model.blocks:
         assert isinstance(block, Block)
         block.attention.forward = torch.compiler.disable(block.attention.forward)  # type: ignore[method-assign]

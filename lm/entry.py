@@ -12,6 +12,7 @@ import re
 import shlex
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -123,12 +124,29 @@ def in_order(arguments: Sequence[str], schema: type) -> list[str]:
                 "has to be quoted for the shell, as in 'key=two words'"
             )
         key, _, value = argument.partition("=")
-        if (CONF / key).is_dir() and value.startswith("["):
+        several = value.startswith("[") or ("," in value and not known.multirun)
+        if several and (CONF / key).is_dir():
             raise ConfigError(
-                f"{argument}: expected one choice, not a list; -m with {key}=A,B "
-                "trains with one after the other"
+                f"{argument}: expected one choice; -m with {key}=A,B runs with one after the other"
             )
+    if known.multirun:
+        _check_sweep(known)
     return [*known.overrides, *(a for a in arguments if a not in known.overrides)]
+
+
+def _check_sweep(known: Namespace) -> None:
+    """Refuse what Hydra's sweeper would stumble over."""
+    if known.cfg or known.info:
+        raise ConfigError("-m: a sweep shows no --cfg and no --info; leave one of them out")
+    for argument in known.overrides:
+        key, _, value = argument.partition("=")
+        if key == "runs_dir" and "," not in value:
+            try:
+                Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"{argument}: {error.strerror}; a sweep needs a folder that it can write to"
+                ) from None
 
 
 def explain(error: Exception, schema: type) -> str:

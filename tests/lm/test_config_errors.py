@@ -73,7 +73,10 @@ def test_an_unknown_key_comes_with_the_nearest_one(key, hint):
         (["+model.size=2"], "model.size: unknown key; --cfg job shows the keys that there are"),
         (["model.layers=many"], "model.layers: Value 'many' of type 'str' could not be converted"),
         (["experiment=enwik9"], "experiment=enwik9: no such choice; expected one of demo,"),
-        (["model=[small,large]"], "model=[small,large]: expected one choice, not a list"),
+        (["model=[small,large]"], "model=[small,large]: expected one choice; -m with model=A,B"),
+        (["model=small,large"], "model=small,large: expected one choice; -m with model=A,B"),
+        (["-m", "runs_dir=/dev/null", "seed=1,2"], "runs_dir=/dev/null: File exists; a sweep"),
+        (["-m", "--cfg", "job", "seed=1,2"], "-m: a sweep shows no --cfg and no --info"),
         (["debug=smok"], "debug=smok: no such choice; expected one of"),
         (["=3"], "=3: expected key=value"),
         (["seed", "=", "3"], "seed: expected key=value, without blanks around the =;"),
@@ -116,8 +119,8 @@ def test_the_command_line_ends_in_one_line(arguments, message, tmp_path, monkeyp
 
 
 def test_options_may_stand_anywhere():
-    typed = ["stage=1", "-m", "seed=1,2", "--cfg", "job", "name=x"]
-    assert in_order(typed, Config) == ["stage=1", "seed=1,2", "name=x", "-m", "--cfg", "job"]
+    typed = ["stage=1", "--cfg", "job", "seed=1", "-r", "name=x"]
+    assert in_order(typed, Config) == ["stage=1", "seed=1", "name=x", "--cfg", "job", "-r"]
 
 
 def test_the_program_itself_says_one_line_and_fails(tmp_path):

@@ -54,8 +54,27 @@ def test_it_changes_nothing_but_rounding(tmp_path: Path) -> None:
         assert difference < 1e-5, name
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"trainer.compile=true: .* 'no-such-compiler' was not"):
+@pytest.mark.slow
+def test_every_stage_is_compiled(tmp_path: Path) -> None:
+    arguments = ["debug=smoke", "stage=all", "trainer.compile=true", "trainer.accelerator=cpu"]
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments, f"runs_dir={tmp_path}"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "recompile_limit" not in done.stdout + done.stderr
+    assert done.stdout.count("val ") == 5
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", ""])
+def test_a_compiler_that_does_not_run_is_named(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(UserError, match=rf"trainer.compile=true: .* '{compiler}' does not run"):
         check_compiler("cpu")
     check_compiler("cuda")
