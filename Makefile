@@ -30,7 +30,8 @@ endif
 	clean rebuild
 
 help:
-	@echo "make setup        build .venv from the pinned files"
+	@echo "make setup        build .venv from the pinned files; setup-slurm and setup-tensorboard"
+	@echo "                  add what those need"
 	@echo "make demo         train all stages in miniature, then a table: minutes on 2 cores"
 	@echo "make test         the tests; test-slow and test-faults run those that take longer"
 	@echo "make lint         ruff, mypy and the direction of imports"
