@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 
 # OpenMP reads this when torch is imported. By default torch's threads spin between two operations,
 # and take the cores from the kernels' threads (workers.py).
@@ -54,9 +55,9 @@ def banded_attention(
     seed = _draw_seed() if dropout > 0 else 0
     call = make_call(q, k, v, band, relative=relative, dropout=dropout, seed=seed, scale=scale)
     _, chosen = choose_backend(call, backend)
-    if not torch.is_autocast_enabled(q.device.type):
-        return chosen.attend(call).to(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    device = q.device.type
+    guarded = torch.is_autocast_enabled(device)  # else small calls would feel the guard
+    with torch.autocast(device, enabled=False) if guarded else nullcontext():
         return chosen.attend(call).to(q.dtype)
 
 

@@ -74,7 +74,7 @@ def variant_for(kind: str, dim: int, relative: bool, dropout: bool) -> Variant:
 
 
 class Kernels(dict[str, Any]):
-    """A library's kernels by name. Each is looked up once, since that takes 40 us."""
+    """A library's kernels by name. Each is looked up once: small calls feel it."""
 
     def __init__(self, library: Any) -> None:
         super().__init__()

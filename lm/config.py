@@ -99,7 +99,7 @@ class TrainerConfig:
         threads: of torch and the kernels on the CPU; null: torch's own choice.
         deterministic: the same bits on CUDA too, slower.
         gradient_checkpointing: keep only the blocks' inputs, recompute the rest.
-        compile: torch.compile for the dense part of the blocks; it takes a minute at the start.
+        compile: torch.compile for the dense part of the blocks; the first step waits for it.
         log_every, save_every: in optimiser steps.
     """
 

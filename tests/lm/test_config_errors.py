@@ -121,6 +121,7 @@ def test_the_command_line_ends_in_one_line(arguments, message, tmp_path, monkeyp
 def test_options_may_stand_anywhere():
     typed = ["stage=1", "--cfg", "job", "seed=1", "-r", "name=x"]
     assert in_order(typed, Config) == ["stage=1", "seed=1", "name=x", "--cfg", "job", "-r"]
+    assert in_order(["stage=1", "-m", "seed=1,2"], Config) == ["stage=1", "seed=1,2", "-m"]
 
 
 def test_the_program_itself_says_one_line_and_fails(tmp_path):
