@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.band import Relative
 from kernels.call import Call
-from kernels.chunks_heads import Head, Scratch, make_head, new_rows, packed, writable
+from kernels.chunks_heads import Buffers, Head, Scratch, make_head
 from kernels.chunks_streams import Rows, apart, pack, streams_of, unpack
 from kernels.chunks_tiles import Slab, Tile
 from kernels.dropout import keep_words
@@ -95,10 +95,11 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
     out = call.q.new_empty(call.q.shape)
     lse = call.q.new_empty((*call.q.shape[:3], 1))
     for streams in streams_of(call):
-        head = make_head(call, streams, scratch)
+        buffers = Buffers(streams, scratch)
+        head = make_head(call, buffers)
         out_rows, lse_rows = streams.query_rows(out), streams.query_rows(lse)
-        head_out = writable(out_rows, "out", scratch)
-        head_lse = writable(lse_rows, "lse", scratch)
+        head_out = buffers.writable(out_rows, "out")
+        head_lse = buffers.writable(lse_rows, "lse")
         for tile in head.tiles():
             _forward_tile(head, tile, scratch, head_out, head_lse)
         unpack(head_out, out_rows)
@@ -142,19 +143,20 @@ def _backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor) -> list[Tensor
     scratch = Scratch(call.q)
     gradients = [x.new_zeros(x.shape) for x in call.tensors]
     for streams in streams_of(call):
-        head = make_head(call, streams, scratch)
+        buffers = Buffers(streams, scratch)
+        head = make_head(call, buffers)
         dq_rows = streams.query_rows(gradients[0])
         dk_rows, dv_rows = (streams.key_rows(x) for x in gradients[1:3])
         dout_rows, out_rows, lse_rows = (streams.query_rows(x) for x in (dout, out, lse))
-        head_dout, dot = _output_gradient(dout_rows, out_rows, call.dropout, scratch)
+        head_dout, dot = _output_gradient(dout_rows, out_rows, call.dropout, buffers)
         g = _Gradients(
             scale=call.scale,
             dout=head_dout,
             dot=dot,
-            lse=packed(lse_rows, "lse", scratch),
-            dq=writable(dq_rows, "dq", scratch),
-            dk=writable(dk_rows, "dk", scratch).zero_(),
-            dv=writable(dv_rows, "dv", scratch).zero_(),
+            lse=buffers.packed(lse_rows, "lse"),
+            dq=buffers.writable(dq_rows, "dq"),
+            dk=buffers.writable(dk_rows, "dk").zero_(),
+            dv=buffers.writable(dv_rows, "dv").zero_(),
             relative=_relative_rows(gradients, head),
         )
         for tile in head.tiles():
@@ -176,15 +178,15 @@ def _relative_rows(gradients: list[Tensor], head: Head) -> Relative | None:
 
 
 def _output_gradient(
-    dout_rows: Rows, out_rows: Rows, dropout: float, scratch: Scratch
+    dout_rows: Rows, out_rows: Rows, dropout: float, buffers: Buffers
 ) -> tuple[Tensor, Tensor]:
     """Return dout divided by the share that dropout keeps, and the sum of dout * out per row."""
     sums = out_rows[..., :1]
-    dot = new_rows(sums, "dot", scratch)
+    dot = buffers.new(sums, "dot")
     torch.sum(dout_rows * out_rows, -1, keepdim=True, out=apart(dot, sums))
     if dropout == 0:
-        return packed(dout_rows, "dout", scratch), dot
-    return pack(dout_rows, new_rows(dout_rows, "dout", scratch)).div_(1 - dropout), dot
+        return buffers.packed(dout_rows, "dout"), dot
+    return pack(dout_rows, buffers.new(dout_rows, "dout")).div_(1 - dropout), dot
 
 
 def _backward_tile(head: Head, g: _Gradients, tile: Tile, scratch: Scratch) -> None:

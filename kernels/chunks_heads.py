@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -59,42 +60,53 @@ class Head:
     def tiles(self) -> Iterator[Tile]:
         """Yield the tiles of the head's streams."""
         s = self.streams
-        return tiles_of(s.count, s.queries, s.keys, self.window, self.k.element_size())
+        return tiles_of(s.count, s.queries, s.keys, s.pitch, self.window, self.k.element_size())
 
 
-def make_head(call: Call, streams: Streams, scratch: Scratch) -> Head:
+@dataclass(frozen=True)
+class Buffers:
+    """Makes buffers for one head's streams, laid out as its tiles want them."""
+
+    streams: Streams
+    scratch: Scratch
+
+    def new(self, rows: Rows, name: str) -> Packed:
+        """Return an uninitialised buffer for streams.
+
+        The room after each stream of a line is zero, so that its rows, computed along with the
+        others, add nothing to any gradient.
+        """
+        residues, batch, length, *dim = rows.shape
+        pitch = self.streams.pitch or length
+        buffer = self.scratch.shaped(name, residues * batch, pitch, *dim)
+        buffer[:, length:].zero_()
+        return buffer[:, :length]
+
+    def packed(self, rows: Rows, name: str) -> Packed:
+        """Return streams as one tensor to read: as they are or packed into a buffer."""
+        return rows[0] if is_packed(rows) else pack(rows, self.new(rows, name))
+
+    def writable(self, rows: Rows, name: str) -> Packed:
+        """Return a tensor to fill and then `unpack` into the streams: a buffer or they."""
+        return rows[0] if is_packed(rows) else self.new(rows, name)
+
+
+def make_head(call: Call, buffers: Buffers) -> Head:
     """Return one head's streams, packed into buffers that the next head will use again."""
+    streams = buffers.streams
     window = min(call.band.window, streams.keys - 1)
     rows, factor = streams.query_rows(call.q), call.scale / math.log(2)
     content_bias = position_bias = r = None
     if call.relative is not None:
         r, content_bias, position_bias = (x[streams.head] for x in call.relative)
         r = r[: window + 1].flip(0)
-    content = _queries(rows, content_bias, factor, new_rows(rows, "content", scratch))
+    content = _queries(rows, content_bias, factor, buffers.new(rows, "content"))
     position = content
     if position_bias is not None:
-        position = _queries(rows, position_bias, factor, new_rows(rows, "position", scratch))
-    k, v = (
-        packed(streams.key_rows(x), name, scratch) for name, x in (("k", call.k), ("v", call.v))
-    )
+        position = _queries(rows, position_bias, factor, buffers.new(rows, "position"))
+    k, v = (buffers.packed(streams.key_rows(x), name) for x, name in ((call.k, "k"), (call.v, "v")))
     dropout_rows = _dropout_rows(call, streams) if call.dropout > 0 else None
     return Head(streams, window, content, position, k, v, r, call.dropout, dropout_rows)
-
-
-def packed(rows: Rows, name: str, scratch: Scratch) -> Packed:
-    """Return streams as one tensor to read: as they are or packed into a buffer."""
-    return rows[0] if is_packed(rows) else pack(rows, new_rows(rows, name, scratch))
-
-
-def writable(rows: Rows, name: str, scratch: Scratch) -> Packed:
-    """Return a tensor to fill and then `unpack` into the streams: a buffer or they."""
-    return rows[0] if is_packed(rows) else new_rows(rows, name, scratch)
-
-
-def new_rows(rows: Rows, name: str, scratch: Scratch) -> Packed:
-    """Return an uninitialised buffer for the streams."""
-    residues, batch, *shape = rows.shape
-    return scratch.shaped(name, residues * batch, *shape)
 
 
 def _queries(rows: Rows, bias: Tensor | None, factor: float, into: Packed) -> Packed:
@@ -108,4 +120,5 @@ def _queries(rows: Rows, bias: Tensor | None, factor: float, into: Packed) -> Pa
 def _dropout_rows(call: Call, streams: Streams) -> Int64[Tensor, "streams queries 1"]:
     device = call.q.device
     stream = streams.batch_index(device) * len(call.band.strides) + streams.head
-    return row_keys(call.seed, stream, streams.positions(device))[..., None]
+    keys = row_keys(call.seed, stream, streams.positions(device))
+    return F.pad(keys, (0, (streams.pitch or streams.queries) - streams.queries))[..., None]

@@ -2,7 +2,8 @@
 
 Position i with stride s only ever meets positions of its own residue i mod s. Taken out one
 residue at a time, the positions form streams whose windows are plain; nothing of the gaps is
-computed. Residues whose streams have equal lengths are packed together, so nothing is padded.
+computed. Residues whose streams have equal lengths are packed together, next to each other or, if
+they are computed in a line (`line_pitch`), with some room after each.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from kernels.call import Call
+from kernels.chunks_tiles import line_pitch
 
 Rows: TypeAlias = Float[Tensor, "residues batch stream *dim"]
 Packed: TypeAlias = Float[Tensor, "streams stream *dim"]
@@ -28,7 +30,8 @@ class Streams:
     Taken together they are one view with a row for each residue, and are copied in one go.
 
     `queries` and `keys` count the positions of one stream; its queries are the last of its keys'
-    positions. `offset` is the position of the call's first query.
+    positions. `offset` is the position of the call's first query. `pitch` is the distance between
+    the packed streams' first rows where they are computed in a line, else None.
     """
 
     head: int
@@ -38,6 +41,7 @@ class Streams:
     queries: int
     keys: int
     offset: int
+    pitch: int | None
 
     @property
     def count(self) -> int:
@@ -80,8 +84,10 @@ def streams_of(call: Call) -> Iterator[Streams]:
             members = list(group)
             if queries > 0:
                 together = range(members[0], members[-1] + 1)
-                batch = call.q.shape[0]
-                yield Streams(head, stride, together, batch, queries, keys, call.offset)
+                pitch = line_pitch(queries, keys, call.band.window) if len(together) > 1 else None
+                yield Streams(
+                    head, stride, together, call.q.shape[0], queries, keys, call.offset, pitch
+                )
 
 
 def _alike(call: Call, stride: int, residue: int) -> tuple[int, int, bool]:

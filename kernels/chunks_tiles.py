@@ -1,25 +1,26 @@
 """Tiles of a band: dense blocks of scores that fit a processor's cache.
 
 A block is `length` successive queries of a stream with all the keys that any of them sees. A tile
-is a batch of equal blocks, either successive blocks of one stream or the same block of successive
-streams; both are strided windows on the packed tensors, overlapping where the keys overlap, so
-nothing is copied or padded. The first blocks of a stream see fewer keys and are computed with
-those only.
+is a batch of equal blocks: successive blocks of one stream or of a line of streams, or the same
+block of successive streams. Each is a strided window on the packed tensors, overlapping where the
+keys overlap, so nothing is copied. The first blocks of a stream see fewer keys and are computed
+with those only, unless they are in the midst of a line.
 
 In memory a diagonal of a block of scores is a column of a view whose rows are one place longer.
 So the band, a parallelogram in the block, is a rectangle in that view: the relative term, softmax
 and dropout see only it, with one column for each distance, and no mask is needed.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 TILE_BYTES = 2**20
+LINE_LENGTH = 16  # windows, and blocks, that a stream has at least if it is computed in a line
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Tile:
     """`count` blocks of `length` queries, each with the `reach` keys before it and its own.
 
     `stream` is the first block's; `query` and `key` are the places in it of its first query and
-    its first key. With `across` the blocks lie in successive streams, else one after another.
+    its first key. With `across` the blocks lie in successive streams, else one after another: in
+    one stream or, where `pitch` is given, in a line of streams that begin so many rows apart.
     """
 
     stream: int
@@ -37,6 +39,7 @@ class Tile:
     key: int
     length: int
     reach: int
+    pitch: int | None = None
 
     @property
     def keys(self) -> int:
@@ -71,28 +74,57 @@ class Tile:
                 part[:, start : start + rows], alpha=factor
             )
 
+    def starts(self, top: int) -> Iterator[tuple[slice, int]]:
+        """Yield blocks with fewer than `top` keys before them in their stream, and how many."""
+        if self.pitch is None:
+            if self.reach < top:
+                yield slice(None), self.reach
+            return
+        per_stream = self.pitch // self.length
+        for before in range(-(-top // self.length)):
+            first = (before - self.query // self.length) % per_stream
+            if first < self.count:
+                yield slice(first, None, per_stream), before * self.length
+
     def _window(self, x: Tensor, first: int, rows: int) -> Tensor:
         step = x.stride(0) if self.across else self.length * x.stride(1)
         start = x.storage_offset() + self.stream * x.stride(0) + first * x.stride(1)
         return x.as_strided((self.count, rows, x.shape[2]), (step, *x.stride()[1:]), start)
 
 
-def tiles_of(streams: int, queries: int, keys: int, window: int, itemsize: int) -> Iterator[Tile]:
-    """Yield the tiles of `streams` packed streams, which cover every query once."""
+def line_pitch(queries: int, keys: int, window: int) -> int | None:
+    """Return how many rows apart to lay streams that are best computed in a line, else None.
+
+    Laid one after another, each with room for whole blocks, the blocks of all streams are as
+    regular as those of one, and a tile takes them as they come. The first blocks of a stream then
+    meet keys of the stream before, which are hidden: at most window keys too many for each, and
+    at most a block of room, so it serves where streams are long beside both.
+    """
+    size = block_length(window)
+    worth_it = queries == keys >= LINE_LENGTH * max(window, size)
+    return -(-keys // size) * size if worth_it else None
+
+
+def tiles_of(
+    streams: int, queries: int, keys: int, pitch: int | None, window: int, itemsize: int
+) -> Iterator[Tile]:
+    """Yield the tiles of `streams` packed streams, which cover every query once.
+
+    With a pitch the streams lie in a line; the room between them is covered too.
+    """
+    if pitch is None:
+        yield from _apart(streams, queries, keys, window, itemsize)
+    else:
+        yield from _in_line(streams, pitch, window, itemsize)
+
+
+def _apart(streams: int, queries: int, keys: int, window: int, itemsize: int) -> Iterator[Tile]:
     size = block_length(window)
     offset = keys - queries
-    budget = TILE_BYTES // itemsize
-
-    def share(blocks: int, length: int, reach: int) -> int:
-        """How many blocks a tile gets, all about as many, since threads share a tile's blocks."""
-        fitting = max(1, budget // (length * (reach + length)))
-        return -(-blocks // -(-blocks // fitting))
 
     def across(place: int, length: int) -> Iterator[Tile]:
         reach = min(place, window)
-        step = share(streams, length, reach)
-        for stream in range(0, streams, step):
-            count = min(step, streams - stream)
+        for stream, count in _shares(streams, length, reach, itemsize):
             yield Tile(stream, count, True, place - offset, place - reach, length, reach)
 
     place = offset
@@ -102,11 +134,9 @@ def tiles_of(streams: int, queries: int, keys: int, window: int, itemsize: int) 
         place += length
     blocks = (keys - place) // size
     if blocks >= streams:
-        step = share(blocks, size, window)
         for stream in range(streams):
-            for block in range(0, blocks, step):
+            for block, count in _shares(blocks, size, window, itemsize):
                 first = place + block * size
-                count = min(step, blocks - block)
                 yield Tile(stream, count, False, first - offset, first - window, size, window)
     else:
         for block in range(blocks):
@@ -114,6 +144,29 @@ def tiles_of(streams: int, queries: int, keys: int, window: int, itemsize: int) 
     place += blocks * size
     if place < keys:
         yield from across(place, keys - place)
+
+
+def _in_line(streams: int, pitch: int, window: int, itemsize: int) -> Iterator[Tile]:
+    size = block_length(window)
+    lead = -(-window // size)
+    for place in range(0, lead * size, size):
+        reach = min(place, window)
+        yield Tile(0, 1, True, place, place - reach, size, reach)
+    for block, count in _shares(streams * pitch // size - lead, size, window, itemsize):
+        first = (lead + block) * size
+        yield Tile(0, count, False, first, first - window, size, window, pitch)
+
+
+def _shares(blocks: int, length: int, reach: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Cut blocks into tiles; yield the first block of each and how many it gets.
+
+    All get about as many, since threads share a tile's blocks.
+    """
+    fitting = max(1, TILE_BYTES // itemsize // (length * (reach + length)))
+    tiles = -(-blocks // fitting)
+    for tile in range(tiles):
+        first, end = (blocks * i // tiles for i in (tile, tile + 1))
+        yield first, end - first
 
 
 def block_length(window: int) -> int:
@@ -161,13 +214,10 @@ class Slab:
         return self._diagonal(0, self.tile.length, self.top + 1)
 
     def hide(self, value: float) -> None:
-        """Set the scores before the first key, also where the buffer was never written."""
-        corner = self.top - self.tile.reach
-        if corner > 0:
-            device = self.buffer.device
-            row = torch.arange(self.tile.length, device=device)[:, None]
-            hidden = row + torch.arange(corner, device=device) < corner
-            self.band[..., :corner].masked_fill_(hidden, value)
+        """Set the scores before a stream's first key, also where the buffer was never written."""
+        shape = (self.tile.count, self.tile.length, self.width)
+        for blocks, before in self.tile.starts(self.top):
+            self.buffer[: math.prod(shape)].view(shape)[blocks, :, : self.top - before] = value
 
     def clear_outside(self) -> None:
         """Set the scores of the pairs outside the band to zero."""
