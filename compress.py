@@ -19,7 +19,6 @@ def main(config: CompressConfig) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["compress"], ["decompress"]):
-        sys.argv[1] = f"action={sys.argv[1]}"
-    sys.argv[1:] = literal(sys.argv[1:], {"input", "output"})
+    words = [f"action={a}" if a in ("compress", "decompress") else a for a in sys.argv[1:]]
+    sys.argv[1:] = literal(words, {"input", "output"})
     main()

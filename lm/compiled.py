@@ -6,6 +6,8 @@ import os
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -18,16 +20,31 @@ def check_compiler(device: str) -> None:
 
     Raises:
         UserError: on a CPU without a C++ compiler that runs; on a GPU Triton comes with torch.
+            Also if torch's folder of compiled programs is named and cannot be written to.
     """
     compiler = os.environ.get("CXX", "g++")
-    if device == "cpu" and not _runs(shlex.split(compiler)):
+    if device == "cpu" and not _runs(compiler):
         raise UserError(
             f"trainer.compile=true: on a CPU it needs a C++ compiler, and {compiler!r} does not "
             "run; install one, name it in CXX, or give trainer.compile=false"
         )
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"TORCHINDUCTOR_CACHE_DIR={folder}: {error.strerror}; for trainer.compile=true "
+                "name a folder that can be written to, or unset it"
+            ) from None
 
 
-def _runs(command: list[str]) -> bool:
+def _runs(compiler: str) -> bool:
+    try:
+        command = shlex.split(compiler)
+    except ValueError:  # a quote without its other half
+        return False
     if not command or shutil.which(command[0]) is None:
         return False
     done = subprocess.run(

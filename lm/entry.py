@@ -129,9 +129,27 @@ def in_order(arguments: Sequence[str], schema: type) -> list[str]:
             raise ConfigError(
                 f"{argument}: expected one choice; -m with {key}=A,B runs with one after the other"
             )
+    _check_options(known)
+    if known.hydra_help:  # which takes no keys
+        return ["--hydra-help"]
     if known.multirun:
         _check_sweep(known)
     return [*known.overrides, *(a for a in arguments if a not in known.overrides)]
+
+
+def _check_options(known: Namespace) -> None:
+    """Refuse options that cannot work here, or that would run what is in a file."""
+    if known.config_name or known.config_path:
+        raise ConfigError(
+            "--config-name, --config-path: a command has one configuration; choose its parts, as "
+            "in experiment=demo, or add a folder with more of them by --config-dir"
+        )
+    if known.experimental_rerun:
+        raise ConfigError(
+            "--experimental-rerun: it would run whatever the file holds; give the run's keys again"
+        )
+    if known.resolve and not (known.cfg or known.help):
+        raise ConfigError("--resolve: it goes with --cfg job; give both")
 
 
 def _check_sweep(known: Namespace) -> None:

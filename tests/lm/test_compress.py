@@ -163,7 +163,7 @@ def test_the_command_goes_there_and_back(
     printed = capsys.readouterr().out
     assert f"120 bytes <-> {(home / 'small').stat().st_size} bytes" in printed
     assert "kB a minute" in printed
-    run(monkeypatch, "decompress", "run=x", "input=small", "output=back")
+    run(monkeypatch, "run=x", "input=small", "decompress", "output=back")
     assert (home / "back").read_bytes() == data
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from lm.check import check_train
 from lm.config import Config, ConfigError
+from lm.config_eval import CompressConfig, EvalConfig, SampleConfig
 from lm.entry import command, in_order, nearest_key
 from lm.run import train
 
@@ -81,6 +82,16 @@ def test_an_unknown_key_comes_with_the_nearest_one(key, hint):
         (["=3"], "=3: expected key=value"),
         (["seed", "=", "3"], "seed: expected key=value, without blanks around the =;"),
         (["--ckpt", "x"], "--ckpt: unknown option; values are given as key=value, without dashes"),
+        (
+            ["--config-name", "eval"],
+            "--config-name, --config-path: a command has one configuration",
+        ),
+        (
+            ["--config-path", "/tmp"],
+            "--config-name, --config-path: a command has one configuration",
+        ),
+        (["--experimental-rerun", "x"], "--experimental-rerun: it would run whatever the file"),
+        (["--resolve"], "--resolve: it goes with --cfg job"),
         (["--cfg", "x"], "argument --cfg/-c: invalid choice: 'x'"),
         (["seed=${nothing}"], "seed: Interpolation key 'nothing' not found"),
         (["stage=null"], "stage: found null, expected a value"),
@@ -122,6 +133,18 @@ def test_options_may_stand_anywhere():
     typed = ["stage=1", "--cfg", "job", "seed=1", "-r", "name=x"]
     assert in_order(typed, Config) == ["stage=1", "seed=1", "name=x", "--cfg", "job", "-r"]
     assert in_order(["stage=1", "-m", "seed=1,2"], Config) == ["stage=1", "seed=1,2", "-m"]
+    assert in_order(["stage=1", "--hydra-help"], Config) == ["--hydra-help"]
+
+
+@pytest.mark.parametrize("name", ["train", "eval", "sample", "compress"])
+def test_help_begins_with_the_command(name, monkeypatch, capsys):
+    schema = {"train": Config, "eval": EvalConfig, "sample": SampleConfig}
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        command(name, schema.get(name, CompressConfig))(lambda config: None)()
+    first, *_, last = capsys.readouterr().out.strip().splitlines()
+    assert first.startswith(f"python {name}.py ")
+    assert "README.md shows the commands" in last
 
 
 def test_the_program_itself_says_one_line_and_fails(tmp_path):

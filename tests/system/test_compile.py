@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,11 +71,22 @@ def test_every_stage_is_compiled(tmp_path: Path) -> None:
     assert done.stdout.count("val ") == 5
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", ""])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "", '"g++'])
 def test_a_compiler_that_does_not_run_is_named(
     compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(UserError, match=rf"trainer.compile=true: .* '{compiler}' does not run"):
+    with pytest.raises(UserError, match=re.escape(f"and {compiler!r} does not run")):
         check_compiler("cpu")
+    check_compiler("cuda")
+
+
+def test_a_folder_for_compiled_programs_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    with pytest.raises(UserError, match="TORCHINDUCTOR_CACHE_DIR=.*folder: Not a directory"):
+        check_compiler("cuda")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
     check_compiler("cuda")
