@@ -18,7 +18,18 @@ def main(config: CompressConfig) -> None:
     compress_command(config)
 
 
+def named(arguments: list[str]) -> list[str]:
+    """The arguments, with the word that says what to do as a value of the key action."""
+    words = [
+        i
+        for i, word in enumerate(arguments)
+        if word in ("compress", "decompress") and not arguments[max(0, i - 1)].startswith("-")
+    ]
+    if len(words) > 1:
+        sys.exit("error: compress, decompress: found both or one twice, expected one of them")
+    return [f"action={word}" if i in words else word for i, word in enumerate(arguments)]
+
+
 if __name__ == "__main__":
-    words = [f"action={a}" if a in ("compress", "decompress") else a for a in sys.argv[1:]]
-    sys.argv[1:] = literal(words, {"input", "output"})
+    sys.argv[1:] = literal(named(sys.argv[1:]), {"input", "output"})
     main()

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from kernels.band import Relative
 from kernels.call import Call
 from kernels.chunks_heads import Buffers, Head, Scratch, make_head
-from kernels.chunks_streams import Rows, apart, pack, streams_of, unpack
+from kernels.chunks_streams import Rows, streams_of
 from kernels.chunks_tiles import Slab, Tile
 from kernels.dropout import keep_words
 
@@ -102,8 +102,8 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
         head_lse = buffers.writable(lse_rows, "lse")
         for tile in head.tiles():
             _forward_tile(head, tile, scratch, head_out, head_lse)
-        unpack(head_out, out_rows)
-        unpack(head_lse, lse_rows)
+        streams.unpack(head_out, out_rows)
+        streams.unpack(head_lse, lse_rows)
     return out, lse
 
 
@@ -161,9 +161,9 @@ def _backward(call: Call, out: Tensor, lse: Tensor, dout: Tensor) -> list[Tensor
         )
         for tile in head.tiles():
             _backward_tile(head, g, tile, scratch)
-        unpack(g.dq, dq_rows)
-        unpack(g.dk, dk_rows)
-        unpack(g.dv, dv_rows)
+        streams.unpack(g.dq, dq_rows)
+        streams.unpack(g.dk, dk_rows)
+        streams.unpack(g.dv, dv_rows)
         if g.relative is not None:
             gradients[3][streams.head, : head.window + 1] += g.relative.r.flip(0)
     return gradients
@@ -183,10 +183,10 @@ def _output_gradient(
     """Return dout divided by the share that dropout keeps, and the sum of dout * out per row."""
     sums = out_rows[..., :1]
     dot = buffers.new(sums, "dot")
-    torch.sum(dout_rows * out_rows, -1, keepdim=True, out=apart(dot, sums))
+    torch.sum(dout_rows * out_rows, -1, keepdim=True, out=buffers.streams.apart(dot))
     if dropout == 0:
         return buffers.packed(dout_rows, "dout"), dot
-    return pack(dout_rows, buffers.new(dout_rows, "dout")).div_(1 - dropout), dot
+    return buffers.streams.pack(dout_rows, buffers.new(dout_rows, "dout")).div_(1 - dropout), dot
 
 
 def _backward_tile(head: Head, g: _Gradients, tile: Tile, scratch: Scratch) -> None:

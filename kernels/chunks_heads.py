@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
 
 from kernels.call import Call
-from kernels.chunks_streams import Packed, Rows, Streams, apart, is_packed, pack
+from kernels.chunks_streams import Packed, Rows, Streams, is_packed
 from kernels.chunks_tiles import Tile, tiles_of
 from kernels.dropout import row_keys
 
@@ -39,12 +38,12 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Head:
-    """One head's streams, [streams, positions, dim].
+    """One head's streams, packed: [streams or lines, places, dim].
 
     `content` and `position` are the queries with their biases, times scale / ln 2, which makes
     powers of 2 of the softmax; one tensor where there are no relative terms. `r` is
-    [window + 1, dim], the largest distance first. `dropout_rows`, [streams, queries, 1],
-    are the keys of the dropout mask.
+    [window + 1, dim], the largest distance first. `dropout_rows`, with a dim of 1, are the keys
+    of the dropout mask.
     """
 
     streams: Streams
@@ -59,8 +58,9 @@ class Head:
 
     def tiles(self) -> Iterator[Tile]:
         """Yield the tiles of the head's streams."""
-        s = self.streams
-        return tiles_of(s.count, s.queries, s.keys, s.pitch, self.window, self.k.element_size())
+        (streams, queries), keys = self.content.shape[:2], self.k.shape[1]
+        size = self.k.element_size()
+        return tiles_of(streams, queries, keys, self.window, size, self.streams.pitch)
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,19 @@ class Buffers:
     streams: Streams
     scratch: Scratch
 
-    def new(self, rows: Rows, name: str) -> Packed:
-        """Return an uninitialised buffer for streams.
+    def new(self, rows: Rows, name: str, dtype: torch.dtype | None = None) -> Packed:
+        """Return a buffer for the streams, uninitialised but for the room in lines, which is zero.
 
-        The room after each stream of a line is zero, so that its rows, computed along with the
-        others, add nothing to any gradient.
+        What is computed along with the others there is then finite, and adds nothing to a gradient.
         """
-        residues, batch, length, *dim = rows.shape
-        pitch = self.streams.pitch or length
-        buffer = self.scratch.shaped(name, residues * batch, pitch, *dim)
-        buffer[:, length:].zero_()
-        return buffer[:, :length]
+        streams, places = self.streams.packed_shape(rows.shape[2])
+        buffer = self.scratch.shaped(name, streams, places, *rows.shape[3:], dtype=dtype)
+        self.streams.room(buffer).zero_()
+        return buffer
 
     def packed(self, rows: Rows, name: str) -> Packed:
         """Return streams as one tensor to read: as they are or packed into a buffer."""
-        return rows[0] if is_packed(rows) else pack(rows, self.new(rows, name))
+        return rows[0] if is_packed(rows) else self.streams.pack(rows, self.new(rows, name))
 
     def writable(self, rows: Rows, name: str) -> Packed:
         """Return a tensor to fill and then `unpack` into the streams: a buffer or they."""
@@ -100,25 +98,26 @@ def make_head(call: Call, buffers: Buffers) -> Head:
     if call.relative is not None:
         r, content_bias, position_bias = (x[streams.head] for x in call.relative)
         r = r[: window + 1].flip(0)
-    content = _queries(rows, content_bias, factor, buffers.new(rows, "content"))
-    position = content
+    content = position = buffers.new(rows, "content")
+    _add_bias(rows, content_bias, factor, streams.apart(content))
     if position_bias is not None:
-        position = _queries(rows, position_bias, factor, buffers.new(rows, "position"))
+        position = buffers.new(rows, "position")
+        _add_bias(rows, position_bias, factor, streams.apart(position))
     k, v = (buffers.packed(streams.key_rows(x), name) for x, name in ((call.k, "k"), (call.v, "v")))
-    dropout_rows = _dropout_rows(call, streams) if call.dropout > 0 else None
+    dropout_rows = _dropout_rows(call, buffers) if call.dropout > 0 else None
     return Head(streams, window, content, position, k, v, r, call.dropout, dropout_rows)
 
 
-def _queries(rows: Rows, bias: Tensor | None, factor: float, into: Packed) -> Packed:
+def _add_bias(rows: Rows, bias: Tensor | None, factor: float, into: Rows) -> None:
     if bias is None:
-        torch.mul(rows, factor, out=apart(into, rows))
+        torch.mul(rows, factor, out=into)
     else:
-        torch.add(bias * factor, rows, alpha=factor, out=apart(into, rows))
-    return into
+        torch.add(bias * factor, rows, alpha=factor, out=into)
 
 
-def _dropout_rows(call: Call, streams: Streams) -> Int64[Tensor, "streams queries 1"]:
-    device = call.q.device
+def _dropout_rows(call: Call, buffers: Buffers) -> Int64[Tensor, "streams_or_lines places 1"]:
+    streams, device = buffers.streams, call.q.device
     stream = streams.batch_index(device) * len(call.band.strides) + streams.head
-    keys = row_keys(call.seed, stream, streams.positions(device))
-    return F.pad(keys, (0, (streams.pitch or streams.queries) - streams.queries))[..., None]
+    keys = row_keys(call.seed, stream, streams.positions(device))[..., None]
+    rows = keys.unflatten(0, (len(streams.residues), streams.batch))
+    return streams.pack(rows, buffers.new(rows, "dropout", keys.dtype))

@@ -2,8 +2,8 @@
 
 Position i with stride s only ever meets positions of its own residue i mod s. Taken out one
 residue at a time, the positions form streams whose windows are plain; nothing of the gaps is
-computed. Residues whose streams have equal lengths are packed together, next to each other or, if
-they are computed in a line (`line_pitch`), with some room after each.
+computed. Residues whose streams have equal lengths are packed together: as a stack of streams or,
+where that is faster, with those of each element of the batch in a line (chunks_tiles.py).
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from itertools import groupby
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from kernels.call import Call
 from kernels.chunks_tiles import line_pitch
 
-Rows: TypeAlias = Float[Tensor, "residues batch stream *dim"]
-Packed: TypeAlias = Float[Tensor, "streams stream *dim"]
+Rows: TypeAlias = Shaped[Tensor, "residues batch stream *dim"]
+Packed: TypeAlias = Shaped[Tensor, "streams_or_lines places *dim"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Streams:
 
     `queries` and `keys` count the positions of one stream; its queries are the last of its keys'
     positions. `offset` is the position of the call's first query. `pitch` is the distance between
-    the packed streams' first rows where they are computed in a line, else None.
+    the first places of two streams in a line, or None where they are stacked.
     """
 
     head: int
@@ -47,6 +47,12 @@ class Streams:
     def count(self) -> int:
         """How many streams there are: residues, and for each the whole batch."""
         return len(self.residues) * self.batch
+
+    def packed_shape(self, length: int) -> tuple[int, int]:
+        """How many streams, or lines, a packed tensor has, and how many places each has."""
+        if self.pitch is None:
+            return self.count, length
+        return self.batch, len(self.residues) * self.pitch
 
     @property
     def first_query(self) -> int:
@@ -64,6 +70,29 @@ class Streams:
     def _rows(self, x: Tensor, first: int) -> Rows:
         together = x[:, first:, self.head].unfold(1, len(self.residues), self.stride)
         return together.movedim(-1, 0)
+
+    def apart(self, packed: Packed) -> Rows:
+        """Return a packed tensor's streams by residue and batch, without the room in lines."""
+        if self.pitch is None:
+            return packed.unflatten(0, (len(self.residues), self.batch))
+        by_batch = packed.unflatten(1, (len(self.residues), self.pitch))
+        return by_batch[:, :, : self.queries].transpose(0, 1)
+
+    def room(self, packed: Packed) -> Tensor:
+        """Return the places after each stream of a line, none where streams are stacked."""
+        if self.pitch is None:
+            return packed[:, :0]
+        return packed.unflatten(1, (len(self.residues), self.pitch))[:, :, self.queries :]
+
+    def pack(self, rows: Rows, into: Packed) -> Packed:
+        """Copy streams into a packed tensor; return it."""
+        self.apart(into).copy_(rows)
+        return into
+
+    def unpack(self, packed: Packed, rows: Rows) -> None:
+        """Copy back what `pack` laid out, unless `packed` is the rows themselves."""
+        if packed.data_ptr() != rows.data_ptr():
+            rows.copy_(self.apart(packed))
 
     def batch_index(self, device: torch.device) -> Int64[Tensor, "streams 1"]:
         """Return which element of the batch each stream is from."""
@@ -98,23 +127,6 @@ def _alike(call: Call, stride: int, residue: int) -> tuple[int, int, bool]:
     return *lengths, residue < call.offset % stride
 
 
-def pack(rows: Rows, into: Packed) -> Packed:
-    """Copy streams one after another into a contiguous tensor."""
-    apart(into, rows).copy_(rows)
-    return into
-
-
-def unpack(packed: Packed, rows: Rows) -> None:
-    """Copy back what `pack` laid out, unless `packed` is the rows themselves."""
-    if packed.data_ptr() != rows.data_ptr():
-        rows.copy_(apart(packed, rows))
-
-
-def apart(packed: Packed, rows: Rows) -> Rows:
-    """Return a packed tensor's streams by residue and batch, as `rows` has them."""
-    return packed.unflatten(0, rows.shape[:2])
-
-
 def is_packed(rows: Rows) -> bool:
-    """Return whether the rows serve as they are: one residue's, each row's numbers in a line."""
+    """Return whether rows serve as they are: one residue's, the numbers of each side by side."""
     return rows.shape[0] == 1 and rows.stride(-1) == 1 and rows.stride(2) >= rows.shape[-1]

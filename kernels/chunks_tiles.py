@@ -1,10 +1,13 @@
 """Tiles of a band: dense blocks of scores that fit a processor's cache.
 
 A block is `length` successive queries of a stream with all the keys that any of them sees. A tile
-is a batch of equal blocks: successive blocks of one stream or of a line of streams, or the same
-block of successive streams. Each is a strided window on the packed tensors, overlapping where the
-keys overlap, so nothing is copied. The first blocks of a stream see fewer keys and are computed
-with those only, unless they are in the midst of a line.
+is a batch of equal blocks, either successive blocks of one stream or the same block of successive
+streams; both are strided windows on the packed tensors, overlapping where the keys overlap, so
+nothing is copied. The first blocks of a stream see fewer keys and are computed with those only.
+
+Several streams may lie one after another in a line, which then serves as a stream: its blocks go
+on from one to the next, so that a tile is filled whatever the streams' lengths. Of the first blocks
+of each, the keys of the stream before are hidden.
 
 In memory a diagonal of a block of scores is a column of a view whose rows are one place longer.
 So the band, a parallelogram in the block, is a rectangle in that view: the relative term, softmax
@@ -20,7 +23,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 TILE_BYTES = 2**20
-LINE_LENGTH = 16  # windows, and blocks, that a stream has at least if it is computed in a line
+LEAST_WINDOWS = 16  # streams so many times as long as the window, and as a block, lie in a line
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Tile:
     """`count` blocks of `length` queries, each with the `reach` keys before it and its own.
 
     `stream` is the first block's; `query` and `key` are the places in it of its first query and
-    its first key. With `across` the blocks lie in successive streams, else one after another: in
-    one stream or, where `pitch` is given, in a line of streams that begin so many rows apart.
+    its first key. With `across` the blocks lie in successive streams, else one after another. In a
+    line a stream begins at each multiple of `pitch`.
     """
 
     stream: int
@@ -39,7 +42,7 @@ class Tile:
     key: int
     length: int
     reach: int
-    pitch: int | None = None
+    pitch: int | None
 
     @property
     def keys(self) -> int:
@@ -74,17 +77,19 @@ class Tile:
                 part[:, start : start + rows], alpha=factor
             )
 
-    def starts(self, top: int) -> Iterator[tuple[slice, int]]:
-        """Yield blocks with fewer than `top` keys before them in their stream, and how many."""
+    def first_blocks(self, window: int) -> Iterator[tuple[slice, int]]:
+        """Yield blocks with fewer than `window` keys of their own stream before them.
+
+        Each comes with the number of those keys; blocks that have as many may come together.
+        """
         if self.pitch is None:
-            if self.reach < top:
+            if self.reach < window:
                 yield slice(None), self.reach
             return
-        per_stream = self.pitch // self.length
-        for before in range(-(-top // self.length)):
-            first = (before - self.query // self.length) % per_stream
-            if first < self.count:
-                yield slice(first, None, per_stream), before * self.length
+        for block in range(1 if self.across else self.count):
+            before = (self.key + self.reach + block * self.length) % self.pitch
+            if before < window:
+                yield slice(None) if self.across else slice(block, block + 1), before
 
     def _window(self, x: Tensor, first: int, rows: int) -> Tensor:
         step = x.stride(0) if self.across else self.length * x.stride(1)
@@ -93,39 +98,28 @@ class Tile:
 
 
 def line_pitch(queries: int, keys: int, window: int) -> int | None:
-    """Return how many rows apart to lay streams that are best computed in a line, else None.
+    """Return the distance between the first rows of streams that are best put in a line, else None.
 
-    Laid one after another, each with room for whole blocks, the blocks of all streams are as
-    regular as those of one, and a tile takes them as they come. The first blocks of a stream then
-    meet keys of the stream before, which are hidden: at most window keys too many for each, and
-    at most a block of room, so it serves where streams are long beside both.
+    It leaves room after each stream, to begin the next with a block. This and the hidden keys are
+    computed in vain: up to a block for each stream, and `window` keys for each of its first blocks.
+    That is little where a stream is much longer than both.
     """
     size = block_length(window)
-    worth_it = queries == keys >= LINE_LENGTH * max(window, size)
-    return -(-keys // size) * size if worth_it else None
+    much_longer = queries == keys >= LEAST_WINDOWS * max(window, size)
+    return -(-keys // size) * size if much_longer else None
 
 
 def tiles_of(
-    streams: int, queries: int, keys: int, pitch: int | None, window: int, itemsize: int
+    streams: int, queries: int, keys: int, window: int, itemsize: int, pitch: int | None = None
 ) -> Iterator[Tile]:
-    """Yield the tiles of `streams` packed streams, which cover every query once.
-
-    With a pitch the streams lie in a line; the room between them is covered too.
-    """
-    if pitch is None:
-        yield from _apart(streams, queries, keys, window, itemsize)
-    else:
-        yield from _in_line(streams, pitch, window, itemsize)
-
-
-def _apart(streams: int, queries: int, keys: int, window: int, itemsize: int) -> Iterator[Tile]:
+    """Yield the tiles of `streams` packed streams, or lines, which cover every query once."""
     size = block_length(window)
     offset = keys - queries
 
     def across(place: int, length: int) -> Iterator[Tile]:
         reach = min(place, window)
         for stream, count in _shares(streams, length, reach, itemsize):
-            yield Tile(stream, count, True, place - offset, place - reach, length, reach)
+            yield Tile(stream, count, True, place - offset, place - reach, length, reach, pitch)
 
     place = offset
     while place < min(window, keys):
@@ -136,25 +130,14 @@ def _apart(streams: int, queries: int, keys: int, window: int, itemsize: int) ->
     if blocks >= streams:
         for stream in range(streams):
             for block, count in _shares(blocks, size, window, itemsize):
-                first = place + block * size
-                yield Tile(stream, count, False, first - offset, first - window, size, window)
+                at = place + block * size
+                yield Tile(stream, count, False, at - offset, at - window, size, window, pitch)
     else:
         for block in range(blocks):
             yield from across(place + block * size, size)
     place += blocks * size
     if place < keys:
         yield from across(place, keys - place)
-
-
-def _in_line(streams: int, pitch: int, window: int, itemsize: int) -> Iterator[Tile]:
-    size = block_length(window)
-    lead = -(-window // size)
-    for place in range(0, lead * size, size):
-        reach = min(place, window)
-        yield Tile(0, 1, True, place, place - reach, size, reach)
-    for block, count in _shares(streams * pitch // size - lead, size, window, itemsize):
-        first = (lead + block) * size
-        yield Tile(0, count, False, first, first - window, size, window, pitch)
 
 
 def _shares(blocks: int, length: int, reach: int, itemsize: int) -> Iterator[tuple[int, int]]:
@@ -216,8 +199,9 @@ class Slab:
     def hide(self, value: float) -> None:
         """Set the scores before a stream's first key, also where the buffer was never written."""
         shape = (self.tile.count, self.tile.length, self.width)
-        for blocks, before in self.tile.starts(self.top):
-            self.buffer[: math.prod(shape)].view(shape)[blocks, :, : self.top - before] = value
+        rows = self.buffer[: math.prod(shape)].view(shape)
+        for blocks, before in self.tile.first_blocks(self.top):
+            rows[blocks, :, : self.top - before] = value
 
     def clear_outside(self) -> None:
         """Set the scores of the pairs outside the band to zero."""

@@ -16,11 +16,11 @@ from lm.model import Block, LanguageModel
 
 
 def check_compiler(device: str) -> None:
-    """Refuse a device for which nothing can be compiled here.
+    """Refuse what compiling would fail for: no compiler, or a folder that cannot be written to.
 
     Raises:
-        UserError: on a CPU without a C++ compiler that runs; on a GPU Triton comes with torch.
-            Also if torch's folder of compiled programs is named and cannot be written to.
+        UserError: on a CPU without a C++ compiler that runs (on a GPU Triton comes with torch), or
+            if TORCHINDUCTOR_CACHE_DIR, torch's folder for compiled programs, is of no use.
     """
     compiler = os.environ.get("CXX", "g++")
     if device == "cpu" and not _runs(compiler):

@@ -101,8 +101,11 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], object]], Call
 def in_order(arguments: Sequence[str], schema: type) -> list[str]:
     """The arguments with options last: Hydra wants all key=value in one piece.
 
+    Of --hydra-help nothing else is left.
+
     Raises:
-        ConfigError: for an option that Hydra does not have, or what is no key=value.
+        ConfigError: for an option that Hydra does not have or that has no place here, what is no
+            key=value, or a sweep whose folder cannot be made.
     """
     parser = get_args_parser()
 
@@ -138,24 +141,30 @@ def in_order(arguments: Sequence[str], schema: type) -> list[str]:
 
 
 def _check_options(known: Namespace) -> None:
-    """Refuse options that cannot work here, or that would run what is in a file."""
-    if known.config_name or known.config_path:
+    """Refuse options that have no place here, would run a file, or make Hydra stumble."""
+    if known.config_name is not None or known.config_path is not None:
         raise ConfigError(
             "--config-name, --config-path: a command has one configuration; choose its parts, as "
             "in experiment=demo, or add a folder with more of them by --config-dir"
         )
-    if known.experimental_rerun:
+    if known.experimental_rerun is not None:
         raise ConfigError(
             "--experimental-rerun: it would run whatever the file holds; give the run's keys again"
         )
     if known.resolve and not (known.cfg or known.help):
         raise ConfigError("--resolve: it goes with --cfg job; give both")
+    tasks = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{task.replace('_', '-')}" for task in tasks if getattr(known, task)]
+    if len(given) > 1:
+        raise ConfigError(f"{', '.join(given)}: each is a task of its own; give one of them")
+    if known.shell_completion and not any(
+        override.startswith(("install=", "uninstall=", "query=")) for override in known.overrides
+    ):
+        raise ConfigError("--shell-completion: expected install=bash, or another shell, with it")
 
 
 def _check_sweep(known: Namespace) -> None:
-    """Refuse what Hydra's sweeper would stumble over."""
-    if known.cfg or known.info:
-        raise ConfigError("-m: a sweep shows no --cfg and no --info; leave one of them out")
+    """Refuse a folder for the sweep that cannot be made."""
     for argument in known.overrides:
         key, _, value = argument.partition("=")
         if key == "runs_dir" and "," not in value:

@@ -1,11 +1,13 @@
 """What only the chunks promise: their memory, whatever the window, and streams in a line."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import chunks, chunks_tiles
+from kernels import Band, banded_attention, chunks, chunks_heads, chunks_tiles
 from kernels.chunks_heads import Scratch
 from tests.kernels.tester import Case, Comparison
 
@@ -36,22 +38,29 @@ def test_memory_does_not_grow_with_the_window(monkeypatch: pytest.MonkeyPatch) -
         assert wide[passes] <= 8 * 2048 * 64 * 4 + 10 * 2**17
 
 
-class Filled(Scratch):
-    """Buffers that are full of NaN to begin with."""
+class Dirty(Scratch):
+    """Buffers that never hold what an earlier head or tile left there."""
 
     def flat(self, name: str, elements: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        new = name not in self._flat or self._flat[name].numel() < elements
         buffer = super().flat(name, elements, dtype)
-        return buffer.fill_(torch.nan) if new and buffer.is_floating_point() else buffer
+        return buffer.fill_(torch.nan if buffer.is_floating_point() else -7)
 
 
 def check_in_line(case: Case, dtype: torch.dtype) -> None:
-    """Compare with the oracle, and see that the longest streams do lie in a line."""
-    length = -(-case.keys // case.strides[0])
-    assert chunks_tiles.line_pitch(length, length, case.window) is not None
+    """Compare with the oracle, and see that both passes put streams in a line."""
+    pitches: list[int | None] = []
+
+    def tiles_of(*arguments: int) -> Iterator[chunks_tiles.Tile]:
+        tiles = list(chunks_tiles.tiles_of(*arguments))
+        pitches.extend(tile.pitch for tile in tiles)
+        return iter(tiles)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "Scratch", Filled)
+        patch.setattr(chunks, "Scratch", Dirty)
+        patch.setattr(chunks_heads, "tiles_of", tiles_of)
         Comparison.of(case).check("chunks", dtype)
+    assert any(pitches[: len(pitches) // 2])
+    assert any(pitches[len(pitches) // 2 :])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -59,7 +68,7 @@ def check_in_line(case: Case, dtype: torch.dtype) -> None:
     "case",
     [
         Case(2048, 32, (4,), dropout=0.3),  # whole blocks
-        Case(1600, 20, (3,), batch=2),  # two lengths of stream, with room after each
+        Case(2150, 20, (4,), batch=2),  # streams of 538 and of 537, with room after each
         Case(2100, 64, (2, 1), relative=False, dropout=0.3),  # blocks of 64
     ],
     ids=str,
@@ -68,12 +77,27 @@ def test_long_streams_in_a_line(case: Case, dtype: torch.dtype) -> None:
     check_in_line(case, dtype)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(520, 200, (2,), batch=2, dim=4, dropout=0.3),  # four blocks with hidden keys
+        Case(802, 140, (4,), queries=800, batch=2, dim=4),  # streams of queries that begin late
+        Case(300, 0, (3,), dim=4),
+    ],
+    ids=str,
+)
+def test_windows_of_many_blocks_in_a_line(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks_tiles, "LEAST_WINDOWS", 1)
+    check_in_line(case, torch.float64)
+
+
 @st.composite
 def short_lines(draw: st.DrawFn) -> Case:
     stride = draw(st.integers(2, 4))
+    longer = draw(st.sampled_from([r for r in range(stride) if max(r, stride - r) > 1]))
     return Case(
-        keys=stride * draw(st.integers(70, 120)) + draw(st.integers(0, 3)),
-        window=draw(st.integers(0, 70)),
+        keys=stride * draw(st.integers(80, 120)) + longer,
+        window=draw(st.integers(0, 80)),
         strides=(stride, *draw(st.lists(st.integers(1, 4), max_size=1))),
         batch=draw(st.integers(1, 3)),
         dim=draw(st.sampled_from([1, 3, 8])),
@@ -86,14 +110,29 @@ def short_lines(draw: st.DrawFn) -> Case:
 @settings(max_examples=25)
 def test_short_streams_in_a_line(case: Case, tile_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks_tiles, "LINE_LENGTH", 1)
+        patch.setattr(chunks_tiles, "LEAST_WINDOWS", 1)
         patch.setattr(chunks_tiles, "TILE_BYTES", tile_bytes)
         check_in_line(case, torch.float64)
 
 
-def test_short_streams_are_not_given_room() -> None:
+def test_only_long_streams_lie_in_a_line() -> None:
     assert chunks_tiles.line_pitch(511, 511, 0) is None
     assert chunks_tiles.line_pitch(512, 512, 32) == 512
     assert chunks_tiles.line_pitch(513, 513, 33) is None  # sixteen windows are longer
     assert chunks_tiles.line_pitch(1023, 1023, 47) == 1024
-    assert chunks_tiles.line_pitch(2048, 2049, 32) is None
+    assert chunks_tiles.line_pitch(2048, 2049, 32) is None  # its queries begin late
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_what_is_not_finite_stays_in_its_element_of_the_batch(which: str) -> None:
+    torch.manual_seed(0)
+    inputs = {name: torch.randn(3, 2048, 1, 16) for name in ("q", "k", "v")}
+    inputs[which][1, -20:] = torch.nan
+    for x in inputs.values():
+        x.requires_grad_()
+    out = banded_attention(**inputs, band=Band(32, (4,)), backend="chunks")
+    out.sum().backward()
+    for x in (out, *(x.grad for x in inputs.values())):
+        assert x is not None
+        assert x[[0, 2]].isfinite().all()
+    assert out[1].isnan().any()

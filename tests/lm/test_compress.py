@@ -167,6 +167,11 @@ def test_the_command_goes_there_and_back(
     assert (home / "back").read_bytes() == data
 
 
+def test_two_words_for_what_to_do_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="error: compress, decompress: found both"):
+        run(monkeypatch, "compress", "run=x", "decompress", "input=a", "output=b")
+
+
 def test_what_fails_leaves_no_file(home: Path) -> None:
     (home / "text").write_bytes(b"some text")
     compress_command(CompressConfig(run="x", action="compress", input="text", output="small"))

@@ -77,7 +77,10 @@ def test_an_unknown_key_comes_with_the_nearest_one(key, hint):
         (["model=[small,large]"], "model=[small,large]: expected one choice; -m with model=A,B"),
         (["model=small,large"], "model=small,large: expected one choice; -m with model=A,B"),
         (["-m", "runs_dir=/dev/null", "seed=1,2"], "runs_dir=/dev/null: File exists; a sweep"),
-        (["-m", "--cfg", "job", "seed=1,2"], "-m: a sweep shows no --cfg and no --info"),
+        (["-m", "--cfg", "job", "seed=1,2"], "--multirun, --cfg: each is a task of its own"),
+        (["--cfg", "job", "-r"], "--run, --cfg: each is a task of its own; give one of them"),
+        (["-sc"], "--shell-completion: expected install=bash"),
+        (["--experimental-rerun", ""], "--experimental-rerun: it would run"),
         (["debug=smok"], "debug=smok: no such choice; expected one of"),
         (["=3"], "=3: expected key=value"),
         (["seed", "=", "3"], "seed: expected key=value, without blanks around the =;"),
@@ -130,8 +133,9 @@ def test_the_command_line_ends_in_one_line(arguments, message, tmp_path, monkeyp
 
 
 def test_options_may_stand_anywhere():
-    typed = ["stage=1", "--cfg", "job", "seed=1", "-r", "name=x"]
-    assert in_order(typed, Config) == ["stage=1", "seed=1", "name=x", "--cfg", "job", "-r"]
+    typed = ["stage=1", "--cfg", "job", "seed=1", "--resolve", "name=x"]
+    ordered = ["stage=1", "seed=1", "name=x", "--cfg", "job", "--resolve"]
+    assert in_order(typed, Config) == ordered
     assert in_order(["stage=1", "-m", "seed=1,2"], Config) == ["stage=1", "seed=1,2", "-m"]
     assert in_order(["stage=1", "--hydra-help"], Config) == ["--hydra-help"]
 

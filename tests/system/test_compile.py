@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -81,6 +82,10 @@ def test_a_compiler_that_does_not_run_is_named(
     check_compiler("cuda")
 
 
+def full(**place: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_folder_for_compiled_programs_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,3 +95,6 @@ def test_a_folder_for_compiled_programs_is_tried(
         check_compiler("cuda")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
     check_compiler("cuda")
+    monkeypatch.setattr("lm.compiled.TemporaryFile", full)
+    with pytest.raises(UserError, match="TORCHINDUCTOR_CACHE_DIR=.*new: No space left"):
+        check_compiler("cuda")
