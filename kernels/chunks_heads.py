@@ -77,7 +77,7 @@ class Buffers:
         """
         streams, places = self.streams.packed_shape(rows.shape[2])
         buffer = self.scratch.shaped(name, streams, places, *rows.shape[3:], dtype=dtype)
-        self.streams.room(buffer).zero_()
+        self.streams.clear_room(buffer)
         return buffer
 
     def packed(self, rows: Rows, name: str) -> Packed:

@@ -78,11 +78,11 @@ class Streams:
         by_batch = packed.unflatten(1, (len(self.residues), self.pitch))
         return by_batch[:, :, : self.queries].transpose(0, 1)
 
-    def room(self, packed: Packed) -> Tensor:
-        """Return the places after each stream of a line, none where streams are stacked."""
-        if self.pitch is None:
-            return packed[:, :0]
-        return packed.unflatten(1, (len(self.residues), self.pitch))[:, :, self.queries :]
+    def clear_room(self, packed: Packed) -> None:
+        """Set what lies after each stream of a line to zero."""
+        if self.pitch not in (None, self.queries):
+            by_batch = packed.unflatten(1, (len(self.residues), self.pitch))
+            by_batch[:, :, self.queries :].zero_()
 
     def pack(self, rows: Rows, into: Packed) -> Packed:
         """Copy streams into a packed tensor; return it."""

@@ -80,16 +80,18 @@ class Tile:
     def first_blocks(self, window: int) -> Iterator[tuple[slice, int]]:
         """Yield blocks with fewer than `window` keys of their own stream before them.
 
-        Each comes with the number of those keys; blocks that have as many may come together.
+        Those that have as many come together, with the number of these keys.
         """
-        if self.pitch is None:
-            if self.reach < window:
-                yield slice(None), self.reach
-            return
-        for block in range(1 if self.across else self.count):
-            before = (self.key + self.reach + block * self.length) % self.pitch
+        place = self.key + self.reach  # of the first query among the keys
+        if self.pitch is None or self.across:
+            before = place if self.pitch is None else place % self.pitch
             if before < window:
-                yield slice(None) if self.across else slice(block, block + 1), before
+                yield slice(None), before
+            return
+        for before in range(0, window, self.length):
+            block = (before - place) % self.pitch // self.length
+            if block < self.count:
+                yield slice(block, None, self.pitch // self.length), before
 
     def _window(self, x: Tensor, first: int, rows: int) -> Tensor:
         step = x.stride(0) if self.across else self.length * x.stride(1)
