@@ -98,27 +98,29 @@ def _forward(call: Call) -> tuple[Tensor, Tensor]:
         buffers = Buffers(streams, scratch)
         head = make_head(call, buffers)
         out_rows, lse_rows = streams.query_rows(out), streams.query_rows(lse)
-        head_out = buffers.writable(out_rows, "out")
+        sums, totals = buffers.new(out_rows, "sums"), buffers.new(lse_rows, "totals")
         head_lse = buffers.writable(lse_rows, "lse")
         for tile in head.tiles():
-            _forward_tile(head, tile, scratch, head_out, head_lse)
-        streams.unpack(head_out, out_rows)
+            _forward_tile(head, tile, scratch, sums, totals, head_lse)
+        torch.div(streams.apart(sums), streams.apart(totals), out=out_rows)
         streams.unpack(head_lse, lse_rows)
     return out, lse
 
 
-def _forward_tile(head: Head, tile: Tile, scratch: Scratch, out: Tensor, lse: Tensor) -> None:
+def _forward_tile(
+    head: Head, tile: Tile, scratch: Scratch, sums: Tensor, totals: Tensor, lse: Tensor
+) -> None:
+    """Compute the weighted sums of values, what they are to be divided by, and the log-sum-exp."""
     slab = _scores(head, tile, scratch)
     peak = slab.band.amax(-1, keepdim=True)
     _exponentiate(slab, peak)
-    total = slab.band.sum(-1, keepdim=True)
+    total = tile.on_queries(totals)
+    torch.sum(slab.band, -1, keepdim=True, out=total)
     torch.add(peak, total.log2(), out=tile.on_queries(lse))
     if head.dropout > 0:
         slab.band.mul_(_kept(head, slab, scratch))
         total.mul_(1 - head.dropout)
-    rows = scratch.shaped("rows", tile.count, tile.length, out.shape[2])
-    torch.bmm(slab.square, tile.on_keys(head.v), out=rows)
-    torch.div(rows, total, out=tile.on_queries(out))
+    torch.bmm(slab.square, tile.on_keys(head.v), out=tile.on_queries(sums))
 
 
 @dataclass(frozen=True)

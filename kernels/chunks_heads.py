@@ -94,25 +94,20 @@ def make_head(call: Call, buffers: Buffers) -> Head:
     streams = buffers.streams
     window = min(call.band.window, streams.keys - 1)
     rows, factor = streams.query_rows(call.q), call.scale / math.log(2)
-    content_bias = position_bias = r = None
-    if call.relative is not None:
+    content = position = buffers.new(rows, "content")
+    into = streams.apart(content)
+    if call.relative is None:
+        r = None
+        torch.mul(rows, factor, out=into)
+    else:
         r, content_bias, position_bias = (x[streams.head] for x in call.relative)
         r = r[: window + 1].flip(0)
-    content = position = buffers.new(rows, "content")
-    _add_bias(rows, content_bias, factor, streams.apart(content))
-    if position_bias is not None:
-        position = buffers.new(rows, "position")
-        _add_bias(rows, position_bias, factor, streams.apart(position))
+        torch.add(content_bias * factor, rows, alpha=factor, out=into)
+        position = buffers.new(rows, "position")  # from the other: to read q again takes longer
+        torch.add(into, (position_bias - content_bias) * factor, out=streams.apart(position))
     k, v = (buffers.packed(streams.key_rows(x), name) for x, name in ((call.k, "k"), (call.v, "v")))
     dropout_rows = _dropout_rows(call, buffers) if call.dropout > 0 else None
     return Head(streams, window, content, position, k, v, r, call.dropout, dropout_rows)
-
-
-def _add_bias(rows: Rows, bias: Tensor | None, factor: float, into: Rows) -> None:
-    if bias is None:
-        torch.mul(rows, factor, out=into)
-    else:
-        torch.add(bias * factor, rows, alpha=factor, out=into)
 
 
 def _dropout_rows(call: Call, buffers: Buffers) -> Int64[Tensor, "streams_or_lines places 1"]:
