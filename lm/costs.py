@@ -15,7 +15,7 @@ from lm.schedule import Stage
 
 FLOAT = 4
 # The C library gives memory from this size on back at once; smaller pieces leave gaps, on a CPU as
-# much as HEAP blocks of the model keep for backward (docs/scaling.md).
+# much as HEAP blocks of the model keep for backward in such pieces (docs/scaling.md).
 RETURNED = 2**25
 HEAP = 3
 
@@ -172,11 +172,12 @@ def step_memory(
     casts = matrix_parameters(model) * compute if compute < FLOAT else 0
     if checkpointing:
         casts //= model.layers
-    gaps = 0
+    gaps, wide = 0, n * model.feedforward * compute
+    inner = 2 * wide  # of a block's activations, those in the middle of its feed-forward layers
     if heap and n * model.width * FLOAT < RETURNED:
-        gaps += HEAP * largest.attention
-    if heap and n * model.feedforward * compute < RETURNED:
-        gaps += HEAP * largest.activations
+        gaps += HEAP * (largest.attention + largest.activations - inner)
+    if heap and wide < RETURNED:
+        gaps += HEAP * inner
     reach = stage.reach if model.position_unit == "characters" else max(stage.windows)
     table = (reach + 1) * model.width * FLOAT
     return Memory(
