@@ -112,7 +112,7 @@ def line_pitch(queries: int, keys: int, window: int) -> int | None:
 
 
 def tiles_of(
-    streams: int, queries: int, keys: int, window: int, itemsize: int, pitch: int | None = None
+    streams: int, queries: int, keys: int, window: int, itemsize: int, pitch: int | None
 ) -> Iterator[Tile]:
     """Yield the tiles of `streams` packed streams, or lines, which cover every query once."""
     size = block_length(window)

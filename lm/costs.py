@@ -54,10 +54,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that the forward pass keeps for backward, of one block or of what lies around them."""
+    """Bytes that the forward pass keeps for backward, of one block or of what lies around them.
+
+    `inner` is the part of the activations before and after GELU, the largest tensors of a block.
+    """
 
     activations: int
     attention: int = 0
+    inner: int = 0
 
 
 def kept_by_block(
@@ -77,7 +81,7 @@ def kept_by_block(
     per_position = 2 * (m * FLOAT + 2 * FLOAT) + compute * (inputs + f) + dropped
     distances = min(window, sequence - 1) + 1
     attention = n * FLOAT * (4 * m + model.heads) + FLOAT * m * distances
-    return Kept(n * per_position, attention)
+    return Kept(n * per_position, attention, 2 * n * f * compute)
 
 
 def kept_around_blocks(model: ModelConfig, positions: int, compute: int) -> Kept:
@@ -172,12 +176,11 @@ def step_memory(
     casts = matrix_parameters(model) * compute if compute < FLOAT else 0
     if checkpointing:
         casts //= model.layers
-    gaps, wide = 0, n * model.feedforward * compute
-    inner = 2 * wide  # of a block's activations, those in the middle of its feed-forward layers
+    gaps = 0
     if heap and n * model.width * FLOAT < RETURNED:
-        gaps += HEAP * (largest.attention + largest.activations - inner)
-    if heap and wide < RETURNED:
-        gaps += HEAP * inner
+        gaps += HEAP * (largest.attention + largest.activations - largest.inner)
+    if heap and n * model.feedforward * compute < RETURNED:
+        gaps += HEAP * largest.inner
     reach = stage.reach if model.position_unit == "characters" else max(stage.windows)
     table = (reach + 1) * model.width * FLOAT
     return Memory(

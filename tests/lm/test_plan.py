@@ -88,6 +88,9 @@ def test_memory_by_kind(compose):
     assert whole.total < 6e9
     assert memory(config, 1, heap=True).heap > 0
     assert memory(config, 5, heap=True).heap == whole.heap == 0
+    one, two = (memory(config, 5, sequences=n, program=0) for n in (1, 2))
+    assert two.activations == 2 * one.activations
+    assert two.logits == 2 * one.logits
 
 
 def test_gaps_are_counted_for_small_pieces_only(compose):
@@ -98,13 +101,10 @@ def test_gaps_are_counted_for_small_pieces_only(compose):
         return memory(config, 1, compute=2, sequences=sequences, heap=True).heap
 
     one, four = (kept_by_block(config.model, 2048, n, 512, compute=2) for n in (1, 4))
-    inner = 2 * 8192 * 2048 * 2
+    assert four.inner == 2 * 8192 * 2048 * 2
     assert heap(1) == 3 * (one.activations + one.attention)
-    assert heap(4) == 3 * (four.activations - inner + four.attention)
+    assert heap(4) == 3 * (four.activations - four.inner + four.attention)
     assert heap(8) == 0
-    one, two = (memory(config, 5, sequences=n, program=0) for n in (1, 2))
-    assert two.activations == 2 * one.activations
-    assert two.logits == 2 * one.logits
 
 
 def seconds(config, number, *, pieces=1, checkpointing=False, share=0.4):
