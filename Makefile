@@ -64,7 +64,7 @@ setup-slurm setup-tensorboard: setup-%: .venv/ready-%
 
 demo: .venv/ready
 	$(RUN) train.py experiment=demo stage=all
-	$(RUN) -m lm.report demo
+	$(RUN) -m lm.measuring.compressors demo
 
 test: .venv/ready
 	$(RUN) -m pytest $(SPREAD)

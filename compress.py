@@ -6,10 +6,10 @@ python compress.py decompress run=NAME input=FILE output=FILE
 
 import sys
 
-from lm.arguments import literal
-from lm.compress import compress_command
-from lm.config_eval import CompressConfig
-from lm.entry import command
+from lm.config.command_line import command
+from lm.config.command_schemas import CompressConfig
+from lm.config.quoting import literal
+from lm.inference.compression import compress_command
 
 
 @command("compress", CompressConfig)

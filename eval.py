@@ -1,8 +1,8 @@
 """Score a model: python eval.py run=NAME (or ckpt=PATH); docs/evaluation.md explains it."""
 
-from lm.config_eval import EvalConfig
-from lm.entry import command
-from lm.measure import evaluate_command
+from lm.config.command_line import command
+from lm.config.command_schemas import EvalConfig
+from lm.measuring.evaluation import evaluate_command
 
 
 @command("eval", EvalConfig)

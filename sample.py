@@ -2,10 +2,10 @@
 
 import sys
 
-from lm.arguments import literal
-from lm.config_eval import SampleConfig
-from lm.entry import command
-from lm.generate import sample_command
+from lm.config.command_line import command
+from lm.config.command_schemas import SampleConfig
+from lm.config.quoting import literal
+from lm.inference.sampling import sample_command
 
 
 @command("sample", SampleConfig)

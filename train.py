@@ -1,8 +1,8 @@
 """Train one stage, or the whole schedule: python train.py experiment=enwik8_small stage=1."""
 
-from lm.config import Config
-from lm.entry import command
-from lm.run import train
+from lm.config.command_line import command
+from lm.config.schema import Config
+from lm.training.run import train
 
 
 @command("train", Config)

@@ -16,8 +16,8 @@ from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from data.digests import CHUNK
 from data.errors import DataError, shown, unreadable
-from data.scan import CHUNK
 
 SUFFIXES = (".zip", ".gz", ".xz")
 _MAGIC = {

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import UInt8
 
 from data.archive import first_bytes
+from data.digests import FRACTIONS
 from data.errors import DataError, shown, unreadable
 from data.official import OFFICIAL, Official
 from data.prepare import prepare_official, prepare_stdlib
-from data.record import Record
-from data.scan import FRACTIONS
+from data.provenance import Record
 from data.store import Store, absolute
 from data.verify import Wanted, examine
 

@@ -11,8 +11,8 @@ from io import BufferedIOBase
 from typing import Any
 from urllib.parse import urlsplit
 
+from data.digests import CHUNK
 from data.errors import DataError
-from data.scan import CHUNK
 
 TIMEOUT_S = 10.0  # for the connection, and for any silence while data flow
 WHOLE_S = 900.0  # for everything

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.archive import SUFFIXES, first_bytes, kind_of
+from data.digests import FRACTIONS
 from data.errors import DataError, shown
 from data.fetch import download
-from data.record import Record, stamp
-from data.scan import FRACTIONS
+from data.provenance import Record, stamp
 from data.stdlib import concatenate, listing, stdlib_files, stdlib_folder
 from data.store import Store, keyed, publish
-from data.unpacked import unchanged, unpack_checked, unpacked
+from data.unpacking import unchanged, unpack_checked, unpacked
 from data.verify import Wanted, examine, examine_part
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from io import BufferedIOBase
 from pathlib import Path
 
 from data.errors import DataError, shown, unreadable
-from data.record import Source, Stamp
+from data.provenance import Source, Stamp
 
 # Tests are left out as repetitive, installed packages since they differ between environments.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

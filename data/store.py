@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from data.errors import DataError, shown, unreadable
-from data.record import Record, decode, encode, stamp
+from data.provenance import Record, decode, encode, stamp
 
 LOCK_TIMEOUT_S = 1000.0
 ABANDONED_S = 86_400.0

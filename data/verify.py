@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 
+from data.digests import FRACTIONS, Scan, count_crlf, cut, first_outside, scan
 from data.errors import DataError, shown
 from data.official import Official
-from data.record import Record, stamp
-from data.scan import FRACTIONS, Scan, count_crlf, cut, first_outside, scan
+from data.provenance import Record, stamp
 from data.store import Store
 
 

@@ -13,9 +13,9 @@ from kernels.call import Call, make_call
 
 FASTEST_FIRST = ("tvm", "chunks", "loop", "dense")
 _MODULES = {
-    "tvm": "kernels.function",
-    "chunks": "kernels.chunks",
-    "loop": "kernels.loop",
+    "tvm": "kernels.tvm_backend.cpu",
+    "chunks": "kernels.torch_backends.chunks",
+    "loop": "kernels.torch_backends.loop",
     "dense": "kernels.reference",
 }
 _logger = logging.getLogger("longchar.kernels")

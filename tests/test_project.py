@@ -25,7 +25,9 @@ SOURCES = sorted(
     + [p for name in (*PACKAGES, "scripts") for p in ROOT.glob(f"{name}/**/*.py")]
 )
 MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    .removesuffix(".__init__")
+    .removesuffix(".__main__")
     for path in SOURCES
     if path.parent.name != "scripts"
 )
@@ -106,7 +108,7 @@ def test_commands_in_texts_exist(text):
 
 def test_commands_of_the_makefile_exist():
     text = (ROOT / "Makefile").read_text()
-    modules = set(re.findall(r"-m ((?:lm|data|kernels)\.\w+)", text))
+    modules = set(re.findall(r"-m ((?:lm|data|kernels)[\w.]*)", text))
     scripts = set(re.findall(r"\$\(RUN\) (\S+\.py)", text))
     assert modules and scripts
     assert modules <= set(MODULES)
@@ -135,7 +137,7 @@ def test_what_runs_make_is_ignored_by_git():
 
 
 def test_types_are_checked_while_testing():
-    from lm.positions import sinusoidal_table
+    from lm.model.positions import sinusoidal_table
 
     with pytest.raises(TypeCheckError):
         sinusoidal_table("3", 4)  # type: ignore[arg-type]

@@ -9,9 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from lm.check import check_train, schedule_of
-from lm.config import Config, to_config
-from lm.config_eval import (
+from lm.config.checks import check_train, schedule_of
+from lm.config.command_schemas import (
     CompressConfig,
     EvalConfig,
     SampleConfig,
@@ -19,6 +18,7 @@ from lm.config_eval import (
     check_eval,
     check_sample,
 )
+from lm.config.schema import Config, to_config
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = [

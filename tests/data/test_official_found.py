@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import data.verify
-from data import unpacked
+from data import unpacking as unpacked
 from data.corpus import SPLITS, open_corpus
+from data.digests import FRACTIONS
 from data.official import OFFICIAL
-from data.record import Record, Source, stamp
-from data.scan import FRACTIONS
+from data.provenance import Record, Source, stamp
 from data.store import Store, private_folder
 from data.verify import examine
 from tests.data.helpers import as_somebody_else, content, names, zipped

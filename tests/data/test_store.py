@@ -9,9 +9,9 @@ import pytest
 from filelock import FileLock
 
 from data import store as module
+from data.digests import Scan, cut, scan
 from data.errors import DataError
-from data.record import Record, Source, Stamp, decode, encode, stamp
-from data.scan import Scan, cut, scan
+from data.provenance import Record, Source, Stamp, decode, encode, stamp
 from data.store import ABANDONED_S, Store, absolute, keyed, private_folder, publish
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import BackendError, chunks_tiles
+from kernels import BackendError
+from kernels.torch_backends import tiles as chunks_tiles
 from tests.kernels.tester import BACKENDS, Case, Comparison, types_of
 
 CASES = [

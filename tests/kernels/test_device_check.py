@@ -5,8 +5,8 @@ import torch
 
 from kernels import device_check
 from kernels.call import make_call
-from kernels.cuda_passes import Settings
 from kernels.device_check import CHECKS, TIMINGS, Shape, check_shape, relative_error
+from kernels.tvm_backend.cuda_passes import Settings
 
 H100, A100, RTX = 232448, 166912, 101376  # a block's greatest shared memory, in bytes
 SMALL = Shape(keys=20, window=6, strides=(1, 2), queries=9, dim=16, dropout=0.2)

@@ -7,8 +7,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from lm.config import Config, to_config
-from lm.entry import CONF
+from lm.config.command_line import CONF
+from lm.config.schema import Config, to_config
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 
 from data.corpus import open_corpus
 from kernels import Band
-from lm.checkpoint import save_checkpoint
-from lm.config import DataConfig
-from lm.metrics import character_nats
-from lm.model import LanguageModel, ModelConfig, bands
+from lm.config.schema import DataConfig
+from lm.measuring.bpc import character_nats
+from lm.model.checkpoint import save_checkpoint
+from lm.model.language_model import LanguageModel, ModelConfig, bands
 from lm.schedule import Stage
 
 STAGE = Stage(

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.check import check_train, schedule_of
-from lm.config import ConfigError
-from lm.model import visible_pairs
+from lm.config.checks import check_train, schedule_of
+from lm.config.schema import ConfigError
+from lm.model.language_model import visible_pairs
 from lm.schedule import ScheduleError, StageTable, build_schedule, by_layer, head_strides
 
 # Sequence, windows of the six groups, learning rate, batch, steps of small and of large.

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import lm.checkpoint
-import lm.device
-import lm.saving
-from lm.run import train
+import lm.machine.device
+import lm.model.checkpoint
+import lm.training.saving
+from lm.training.run import train
 from tests.system.micro import micro, outcome, state
 from tests.system.moments import Moments
 from tests.system.trial import Nursery
@@ -20,7 +20,7 @@ from tests.system.trial import Nursery
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs do not measure the device first."""
-    monkeypatch.setattr(lm.device, "matrix_rate", lambda *_, **__: 1e11)
+    monkeypatch.setattr(lm.machine.device, "matrix_rate", lambda *_, **__: 1e11)
 
 
 class Reference:
@@ -37,19 +37,19 @@ class Reference:
         self.folder = folder
         self.steps: dict[tuple[int, int], dict[str, Any]] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lm.device, "matrix_rate", lambda *_, **__: 1e11)
+            patch.setattr(lm.machine.device, "matrix_rate", lambda *_, **__: 1e11)
             with Moments() as moments:
                 train(micro(folder))
             self.moments = moments.count
             self.outcome = outcome(micro(folder))
-            save = lm.saving.save_checkpoint
+            save = lm.training.saving.save_checkpoint
 
             def note(path: Path, content: dict[str, Any], keep: Path | None = None) -> None:
                 if path.name == "last.ckpt":
                     self.steps[content["stage"]["number"], content["step"]] = state(content)
                 save(path, content, keep)
 
-            patch.setattr(lm.saving, "save_checkpoint", note)
+            patch.setattr(lm.training.saving, "save_checkpoint", note)
             train(micro(folder, {"name": "each", "trainer.save_every": 1}))
 
 

@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.check import schedule_of
-from lm.checkpoint import load_checkpoint
-from lm.compose import train_config
-from lm.config import (
+from lm.config.checks import schedule_of
+from lm.config.compose import train_config
+from lm.config.schema import (
     Config,
     DataConfig,
     ScheduleConfig,
     TrainerConfig,
     ValidationConfig,
 )
-from lm.logs import COLUMNS, MEASURED
-from lm.model import ModelConfig
-from lm.run import micro_batch
+from lm.model.checkpoint import load_checkpoint
+from lm.model.language_model import ModelConfig
 from lm.schedule import StageTable
+from lm.training.loggers import COLUMNS, MEASURED
+from lm.training.run import micro_batch
 
 EXACT = [name for name in COLUMNS if name not in MEASURED]
 STEPS = {1: 7, 2: 5}

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 
-import lm.checkpoint
-import lm.stopping
+import lm.model.checkpoint
+import lm.training.signals
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = ("lm", "data", "kernels")
+FOLDERS = [ROOT / name for name in ("lm", "data", "kernels")]
 FIRST = "train_stage"
 UNCOUNTED = "_leaves"  # runs thousands of times in each save
 
@@ -45,7 +45,7 @@ terminate = send(signal.SIGTERM)
 
 def get_stuck() -> None:
     """Be asked to end in a computation that lets the main thread react to nothing."""
-    lm.stopping.GRACE = lm.stopping.LAST_GRACE = 0.2
+    lm.training.signals.GRACE = lm.training.signals.LAST_GRACE = 0.2
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     ctypes.CDLL(None).sleep(60)
@@ -78,7 +78,7 @@ class Moments:
         def save_in_pieces(content: Any, file: Any) -> None:
             save(content, Pieces(file, self))
 
-        self._patch.setattr(lm.checkpoint.torch, "save", save_in_pieces)
+        self._patch.setattr(lm.model.checkpoint.torch, "save", save_in_pieces)
         sys.settrace(self._call)
         return self
 
@@ -94,8 +94,7 @@ class Moments:
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
         if name not in self._ours:
-            folder = Path(name).parent
-            self._ours[name] = folder.parent == ROOT and folder.name in FOLDERS
+            self._ours[name] = any(Path(name).is_relative_to(folder) for folder in FOLDERS)
         self.begun = self.begun or function == FIRST
         wanted = self.begun and self._ours[name] and function != UNCOUNTED
         return self._line if wanted else None

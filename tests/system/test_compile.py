@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lm.checkpoint import load_checkpoint
-from lm.compiled import check_compiler
 from lm.errors import UserError
+from lm.model.checkpoint import load_checkpoint
+from lm.model.compilation import check_compiler
 from tests.system.micro import SMALLER, STAGES
 from tests.system.moments import ROOT
 
@@ -95,6 +95,6 @@ def test_a_folder_for_compiled_programs_is_tried(
         check_compiler("cuda")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
     check_compiler("cuda")
-    monkeypatch.setattr("lm.compiled.TemporaryFile", full)
+    monkeypatch.setattr("lm.model.compilation.TemporaryFile", full)
     with pytest.raises(UserError, match="TORCHINDUCTOR_CACHE_DIR=.*new: No space left"):
         check_compiler("cuda")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.checkpoint import load_checkpoint
+from lm.model.checkpoint import load_checkpoint
 from tests.system.conftest import Reference
 from tests.system.micro import micro, outcome, stage_folders
 from tests.system.trial import Nursery, Trial

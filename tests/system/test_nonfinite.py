@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import lm.callbacks
-import lm.saving
-from lm.checkpoint import load_checkpoint
-from lm.metrics import Score
-from lm.model import Block
-from lm.module import TrainingModule
-from lm.nonfinite import NonFiniteError, first_gradient, first_output, refuse_weights
+import lm.training.callbacks
+import lm.training.saving
+from lm.measuring.bpc import Score
+from lm.model.checkpoint import load_checkpoint
+from lm.model.language_model import Block
+from lm.training.module import TrainingModule
+from lm.training.nonfinite import NonFiniteError, first_gradient, first_output, refuse_weights
 from tests.system.micro import metrics, plain
 
 Run = Callable[..., None]
@@ -49,14 +49,14 @@ def test_bad_steps_are_dropped_and_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     states = {}
-    save = lm.saving.save_checkpoint
+    save = lm.training.saving.save_checkpoint
 
     def note(path: Path, content: dict, keep: Path | None = None) -> None:
         if path.name == "last.ckpt":
             states[content["step"]] = plain([content["weights"], content["optimizer"]["state"]])
         save(path, content, keep)
 
-    monkeypatch.setattr(lm.saving, "save_checkpoint", note)
+    monkeypatch.setattr(lm.training.saving, "save_checkpoint", note)
     spoil(monkeypatch, {3, 5, 6}, value)
     run(stage="1", trainer__save_every=1, trainer__log_every=1)
     assert states[3] == states[2] != states[4]
@@ -131,7 +131,7 @@ def test_the_layer_is_found(compose_model: Callable[[], torch.nn.Module]) -> Non
 @pytest.fixture
 def compose_model() -> Callable[[], torch.nn.Module]:
     from kernels import Band
-    from lm.model import LanguageModel, ModelConfig
+    from lm.model.language_model import LanguageModel, ModelConfig
 
     config = ModelConfig(layers=2, heads=2, width=32, feedforward=64, backend="dense")
     return lambda: LanguageModel(config, [Band(3, (1, 1)), Band(3, (1, 2))]).eval()
@@ -140,7 +140,7 @@ def compose_model() -> Callable[[], torch.nn.Module]:
 def test_a_validation_that_is_not_finite_ends_the_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lm.callbacks, "stream", lambda *_, **__: Score(float("nan"), 200))
+    monkeypatch.setattr(lm.training.callbacks, "stream", lambda *_, **__: Score(float("nan"), 200))
     with pytest.raises(NonFiniteError, match="step 3 of stage 1: the validation's result is not"):
         run(stage="1")
     checkpoints = tmp_path / "runs" / "micro" / "stage1" / "checkpoints"

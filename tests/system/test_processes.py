@@ -58,7 +58,7 @@ def test_two_runs_at_once_find_a_place_to_meet_each(tmp_path: Path, nursery: Nur
 FAULTS = {
     "start": "open(NOTE, 'w'); sys.stderr.write('no such device\\n'); os._exit(3)",
     "step": """
-from lm.module import TrainingModule
+from lm.training.module import TrainingModule
 step = TrainingModule.training_step
 def training_step(self, *args):
     if self.step == 2:
@@ -75,7 +75,7 @@ def faulty(folder: Path, fault: str) -> Trial:
     folder.mkdir()
     code = FAULTS[fault].replace("NOTE", repr(str(folder / "failed")))
     (folder / "sitecustomize.py").write_text(
-        f"import os, sys\nif 'lm.worker' in sys.orig_argv:\n    exec({code!r})\n"
+        f"import os, sys\nif 'lm.training.child_process' in sys.orig_argv:\n    exec({code!r})\n"
     )
     return run_of(folder, 2, env={"PYTHONPATH": str(folder)}, true_workers=True)
 

@@ -1,4 +1,4 @@
-"""debug=profile measures steps of any model; lm.measure_step collects what it writes."""
+"""debug=profile measures steps of any model; lm.plan.step_times collects what it writes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lm import measure_step, precision
-from lm.check import check_train
-from lm.compose import train_config
-from lm.config import ConfigError
-from lm.profiling import StepCost
+from lm.config.checks import check_train
+from lm.config.compose import train_config
+from lm.config.schema import ConfigError
+from lm.plan import precision
+from lm.plan import step_times as measure_step
+from lm.training.profiling import StepCost
 from tests.system.micro import micro
 
 COST = StepCost(

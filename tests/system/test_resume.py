@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-import lm.callbacks
-import lm.module
-import lm.saving
-from lm.checkpoint import load_checkpoint
-from lm.config import Config
-from lm.module import TrainingModule
-from lm.run import train
+import lm.training.callbacks
+import lm.training.module
+import lm.training.saving
+from lm.config.schema import Config
+from lm.model.checkpoint import load_checkpoint
+from lm.training.module import TrainingModule
+from lm.training.run import train
 from tests.system.conftest import Reference
 from tests.system.micro import STEPS, metrics, micro, outcome, stage_folders, state
 from tests.system.moments import terminate
@@ -109,14 +109,16 @@ def stop_in(monkeypatch: pytest.MonkeyPatch, where: object, name: str, call: int
         pytest.param(TrainingModule, "training_step", 1, 1, None, False, id="before any step"),
         pytest.param(TrainingModule, "training_step", 4, 1, 1, False, id="between micro-batches"),
         pytest.param(TrainingModule, "training_step", 7, 1, 3, False, id="first of a step"),
-        pytest.param(lm.callbacks, "stream", 1, 1, 3, True, id="in a validation"),
-        pytest.param(lm.callbacks, "stream", 3, 1, 7, True, id="in a stage's last validation"),
-        pytest.param(lm.callbacks, "summed", 1, 1, 3, False, id="in a border"),
-        pytest.param(lm.module, "set_learning_rate", 5, 1, 5, False, id="in an update"),
-        pytest.param(lm.saving, "write_text", 2, 1, 3, False, id="in a save"),
-        pytest.param(lm.saving, "save_checkpoint", 5, 1, 6, False, id="before a save"),
+        pytest.param(lm.training.callbacks, "stream", 1, 1, 3, True, id="in a validation"),
+        pytest.param(
+            lm.training.callbacks, "stream", 3, 1, 7, True, id="in a stage's last validation"
+        ),
+        pytest.param(lm.training.callbacks, "summed", 1, 1, 3, False, id="in a border"),
+        pytest.param(lm.training.module, "set_learning_rate", 5, 1, 5, False, id="in an update"),
+        pytest.param(lm.training.saving, "write_text", 2, 1, 3, False, id="in a save"),
+        pytest.param(lm.training.saving, "save_checkpoint", 5, 1, 6, False, id="before a save"),
         pytest.param(TrainingModule, "training_step", 15, 2, None, False, id="in the next stage"),
-        pytest.param(lm.callbacks, "stream", 5, 2, 5, True, id="at the very end"),
+        pytest.param(lm.training.callbacks, "stream", 5, 2, 5, True, id="at the very end"),
     ],
 )
 def test_stops_where_it_hurts(
@@ -153,7 +155,7 @@ def test_each_step_reads_the_same_crops_at_the_same_rate(
 ) -> None:
     samples: list[tuple[int, ...]] = []
     rates: list[float] = []
-    read, set_rate = lm.module.read_batch, lm.module.set_learning_rate
+    read, set_rate = lm.training.module.read_batch, lm.training.module.set_learning_rate
 
     def read_batch(*args: Any) -> Any:
         samples.append(args[2:])
@@ -163,8 +165,8 @@ def test_each_step_reads_the_same_crops_at_the_same_rate(
         rates.append(lr)
         set_rate(optimizer, lr)
 
-    monkeypatch.setattr(lm.module, "read_batch", read_batch)
-    monkeypatch.setattr(lm.module, "set_learning_rate", set_learning_rate)
+    monkeypatch.setattr(lm.training.module, "read_batch", read_batch)
+    monkeypatch.setattr(lm.training.module, "set_learning_rate", set_learning_rate)
 
     def taken(folder: str, stop: int) -> tuple[list[tuple[int, ...]], list[float]]:
         samples.clear(), rates.clear()

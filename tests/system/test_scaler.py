@@ -10,12 +10,12 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.precision import MixedPrecision
 
-import lm.fit
-import lm.run
-from lm.checkpoint import load_checkpoint
-from lm.device import Device
-from lm.module import TrainingModule
-from lm.run import train
+import lm.training.run
+import lm.training.stage
+from lm.machine.device import Device
+from lm.model.checkpoint import load_checkpoint
+from lm.training.module import TrainingModule
+from lm.training.run import train
 from tests.system.micro import micro, outcome, stage_folders
 from tests.system.test_resume import stop_in
 
@@ -32,8 +32,10 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=2)
         return trainer(plugins=[*plugins, MixedPrecision(precision, "cpu", scaler)], **rest)
 
-    monkeypatch.setattr(lm.fit.pl, "Trainer", with_scaler)
-    monkeypatch.setattr(lm.run, "choose_device", lambda _: Device("cpu", "cpu", "16-mixed", 1e11))
+    monkeypatch.setattr(lm.training.stage.pl, "Trainer", with_scaler)
+    monkeypatch.setattr(
+        lm.training.run, "choose_device", lambda _: Device("cpu", "cpu", "16-mixed", 1e11)
+    )
 
 
 def test_the_loss_scale_goes_on_where_it_was(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lm.checkpoint import load_checkpoint
+from lm.model.checkpoint import load_checkpoint
 from tests.system.micro import outcome, preset
 from tests.system.trial import Nursery, Trial
 
@@ -15,7 +15,7 @@ def test_the_shipped_preset_resumes_exactly_over_a_border(tmp_path: Path, nurser
     reached = []
     # In the middle of a step of stage 1, then, counted from there, between two steps of stage 2.
     for call in (4, 7):
-        fault = ("lm.module", "TrainingModule.training_step", call, "terminate")
+        fault = ("lm.training.module", "TrainingModule.training_step", call, "terminate")
         trial = Trial(str(tmp_path / "disturbed"), faults=[fault], shipped=True)
         assert nursery.run(trial) == [143], trial.log.read_text()
         last = sorted(Path(disturbed.runs_dir).rglob("last.ckpt"))[-1]

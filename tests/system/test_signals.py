@@ -12,15 +12,15 @@ from tests.system.micro import micro, outcome
 from tests.system.test_kills import refuse_damage
 from tests.system.trial import Nursery, Trial
 
-STEP = ("lm.module", "TrainingModule.training_step")
+STEP = ("lm.training.module", "TrainingModule.training_step")
 
 
 @pytest.mark.parametrize(
     "second",
     [
-        ("lm.saving", "refuse_weights"),
-        ("lm.checkpoint", "_digest"),
-        ("lm.files", "flush_folder"),
+        ("lm.training.saving", "refuse_weights"),
+        ("lm.model.checkpoint", "_digest"),
+        ("lm.machine.files", "flush_folder"),
     ],
 )
 def test_a_second_ctrl_c_ends_at_once_and_damages_nothing(
@@ -41,7 +41,10 @@ def test_a_second_ctrl_c_ends_at_once_and_damages_nothing(
     ("place", "where"),
     [
         (STEP, "in the middle of a computation"),
-        (("lm.callbacks", "summed"), "between two steps, which did not end; what was saved before"),
+        (
+            ("lm.training.callbacks", "summed"),
+            "between two steps, which did not end; what was saved before",
+        ),
     ],
 )
 def test_a_main_thread_that_cannot_react_is_saved_by_another(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lm.entry import CONF
+from lm.config.command_line import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "slurm" / "train.sbatch"
@@ -100,7 +100,7 @@ def test_slurm_warns_the_tasks_and_may_requeue_the_job():
 
 
 def test_the_preset_takes_the_jobs_size(monkeypatch):
-    from lm.compose import train_config
+    from lm.config.compose import train_config
 
     assert train_config(["trainer=slurm"]).trainer.devices == 1
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm.compose import train_config
-from lm.config import Config
-from lm.run import train
+from lm.config.compose import train_config
+from lm.config.schema import Config
+from lm.training.run import train
 from tests.system.micro import metrics, outcome
 from tests.system.moments import ROOT
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lm.checkpoint import CheckpointError, load_checkpoint
-from lm.config import ConfigError, UserError
-from lm.config_eval import DataOverride, merged_data
-from lm.processes import Seat, Team
-from lm.run import locked
-from lm.selection import corpus_of
+from lm.config.command_schemas import DataOverride, merged_data
+from lm.config.schema import ConfigError, UserError
+from lm.measuring.scored_text import corpus_of
+from lm.model.checkpoint import CheckpointError, load_checkpoint
+from lm.training.processes import Seat, Team
+from lm.training.run import locked
 from tests.system.conftest import Reference
 from tests.system.micro import micro, outcome, plain
 
@@ -56,7 +56,7 @@ def test_stages_one_by_one_are_the_same_as_all(
 def test_the_next_stage_begins_with_the_best_weights_its_own_rate_and_no_state(
     run: Run, begun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lm.module import TrainingModule
+    from lm.training.module import TrainingModule
 
     found = []
     monkeypatch.setattr(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lm.checkpoint import load_checkpoint
-from lm.config import UserError
+from lm.config.schema import UserError
 from lm.errors import WriteError
-from lm.module import TrainingModule
-from lm.run import train
+from lm.model.checkpoint import load_checkpoint
+from lm.training.module import TrainingModule
+from lm.training.run import train
 from tests.system.conftest import Reference
 from tests.system.micro import micro, outcome
 from tests.system.storage import SmallDisk, forbidden, immutable

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from lm.config import ConfigError, TrainerConfig
-from lm.processes import Others, seat_from_environment
-from lm.stopping import Stop, Stopped
+from lm.config.schema import ConfigError, TrainerConfig
+from lm.training.processes import Others, seat_from_environment
+from lm.training.signals import Stop, Stopped
 from tests.system.micro import metrics, micro, outcome, stage_folders
 from tests.system.trial import Nursery, Trial
 

@@ -28,7 +28,7 @@ def test_a_stage_is_one_run_over_a_stop_and_on_two_processes(
         "trainer.micro_batch": 1,
     }
     trial = Trial(str(tmp_path), changed, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
-    fault = ("lm.module", "TrainingModule.training_step", 6, "terminate")
+    fault = ("lm.training.module", "TrainingModule.training_step", 6, "terminate")
     stopped = replace(trial, faults=[fault])
     assert nursery.run(stopped) == [143], trial.log.read_text()
     assert nursery.run(trial) == [0], trial.log.read_text()

@@ -98,12 +98,12 @@ class Nursery:
 
 def main() -> None:
     """Fork what is asked for."""
-    import lm.device
-    import lm.fit
-    import lm.run
+    import lm.machine.device
+    import lm.training.run
+    import lm.training.stage
 
     die_with_parent()
-    lm.device.matrix_rate = lambda *_, **__: 1e11
+    lm.machine.device.matrix_rate = lambda *_, **__: 1e11
     for line in sys.stdin:
         children = [fork(Trial(**values)) for values in json.loads(line)]
         sys.stdout.write(json.dumps(children) + "\n")
@@ -134,14 +134,14 @@ def perform(trial: Trial) -> int:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.environ.update(trial.env)
-    import lm.processes
-    from lm.entry import USER_ERRORS
-    from lm.run import train
+    import lm.training.processes
+    from lm.config.command_line import USER_ERRORS
+    from lm.training.run import train
     from tests.system.micro import micro, preset
 
     default_signals()
     if not trial.true_workers:
-        lm.processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+        lm.training.processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
             Popen=ForkedWorker, PIPE=None, TimeoutExpired=subprocess.TimeoutExpired
         )
     fault_at_calls(trial.faults)
@@ -172,7 +172,7 @@ def default_signals() -> None:
 
 
 class ForkedWorker:
-    """Stands in for subprocess.Popen of `lm.worker`, and spares its imports."""
+    """Stands in for subprocess.Popen of `lm.training.child_process`, and spares its imports."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         reader, writer = os.pipe()
@@ -187,13 +187,13 @@ class ForkedWorker:
         self._lock = threading.Lock()
 
     def _work(self) -> int:
-        import lm.worker
+        import lm.training.child_process
 
         sys.settrace(None)
         signal.set_wakeup_fd(-1)
         default_signals()
         try:
-            lm.worker.main()
+            lm.training.child_process.main()
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
         except BaseException:  # noqa: BLE001

@@ -1,0 +1,1 @@
+"""Compiling the programs, and keeping what was compiled on disk: `python -m kernels.build`."""

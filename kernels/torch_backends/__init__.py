@@ -1,0 +1,1 @@
+"""Backends written in torch alone: `loop` (exact, slow) and `chunks` (fast without TVM)."""

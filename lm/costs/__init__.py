@@ -1,0 +1,1 @@
+"""What a step costs, by counting alone: `flops`, `memory`, and `gpu_rates` from data sheets."""
