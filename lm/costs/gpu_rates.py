@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lm.costs.memory import Memory, block_flops, distance_flops, pair_flops
-from lm.model.language_model import SYMBOLS, ModelConfig, visible_pairs
+from lm.costs.flops import block_flops, distance_flops, pair_flops, visible_pairs
+from lm.costs.memory import Memory
+from lm.model.language_model import SYMBOLS, ModelConfig
 from lm.schedule import Stage
 
 # Parts of a device's peak. The attention's is its limit for wide windows; narrow ones reach less.

@@ -1,4 +1,4 @@
-"""What a training step costs: parameters, FLOPs, and bytes of memory by kind, by counting.
+"""Bytes of memory that a training step takes, by kind, by counting.
 
 Nothing here is measured. The bytes are those of the tensors that autograd keeps for backward, as
 lm/model/language_model.py makes them; a test holds them against what autograd really keeps.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lm.model.language_model import SYMBOLS, ModelConfig, visible_pairs
+from lm.model.language_model import SYMBOLS, ModelConfig
 from lm.schedule import Stage
 
 FLOAT = 4
@@ -107,32 +107,6 @@ def gradients_in_block(model: ModelConfig, positions: int, compute: int) -> int:
     """
     m, f = model.width, model.feedforward
     return positions * (2 * m * FLOAT + f * compute)
-
-
-def block_flops(model: ModelConfig) -> float:
-    """Of a block's matrix products per position, forward, without attention's pairs."""
-    return 2 * (4 * model.width**2 + 2 * model.width * model.feedforward)
-
-
-def pair_flops(model: ModelConfig) -> float:
-    """Of one visible pair of one head: content, relative term, weighted sum."""
-    return 6 * (model.width // model.heads)
-
-
-def attention_flops(model: ModelConfig, stage: Stage) -> float:
-    """Of the visible pairs of one sequence in a forward pass; the projection of r is not in it."""
-    pairs = sum(
-        visible_pairs(stage.sequence, window, stride)
-        for window, strides in zip(stage.windows, stage.strides, strict=True)
-        for stride in strides
-    )
-    return pair_flops(model) * pairs
-
-
-def distance_flops(model: ModelConfig, stage: Stage) -> float:
-    """Of the projection of r in a forward pass, in float32, however many sequences there are."""
-    distances = sum(min(window, stage.sequence - 1) + 1 for window in stage.windows)
-    return 2 * model.width**2 * distances
 
 
 def matrix_parameters(model: ModelConfig) -> int:

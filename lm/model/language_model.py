@@ -221,33 +221,3 @@ def parameters(config: ModelConfig) -> int:
     attention = 5 * m * m + (4 * m if config.attention_bias else 0)
     block = attention + 2 * m * f + f + m + 4 * m
     return SYMBOLS * m + head + biases + config.layers * block + (2 * m if config.final_norm else 0)
-
-
-def flops_per_character(config: ModelConfig, stage: Stage) -> float:
-    """Floating-point operations of one forward pass per character, a multiply-add counted as 2.
-
-    Dense part: 2 per weight of q, k, v, o, feed-forward and head. Attention: 6 D per visible pair
-    and head (content, relative term, weighted sum), counted exactly for the stage's sequence. The
-    projection of r is per distance, not per character. A training step costs three times this,
-    four with gradient checkpointing.
-    """
-    m, f, n = config.width, config.feedforward, stage.sequence
-    dense = 2 * (config.layers * (4 * m * m + 2 * m * f) + SYMBOLS * m)
-    pairs = sum(
-        visible_pairs(n, window, stride)
-        for window, strides in zip(stage.windows, stage.strides, strict=True)
-        for stride in strides
-    )
-    distances = sum(min(w, n - 1) + 1 for w in stage.windows)
-    return dense + (6 * (m // config.heads) * pairs + 2 * m * m * distances) / n
-
-
-def visible_pairs(positions: int, window: int, stride: int) -> int:
-    """Number of (query, key) pairs that one head sees in a sequence."""
-    total = 0
-    for residue in range(min(stride, positions)):
-        length = (positions - residue + stride - 1) // stride
-        full = max(length - window, 0)
-        ramp = min(window, length)
-        total += full * (window + 1) + ramp * (ramp + 1) // 2
-    return total

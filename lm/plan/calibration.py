@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from kernels import Band, Relative, banded_attention
 from lm.config.schema import OptimConfig
+from lm.costs.flops import block_flops, distance_flops, pair_flops, visible_pairs
 from lm.costs.gpu_rates import Cut, StepTime
-from lm.costs.memory import FLOAT, Memory, block_flops, distance_flops, pair_flops
+from lm.costs.memory import FLOAT, Memory
 from lm.machine.device import DTYPES, Device
 from lm.model.dropout import dropout
-from lm.model.language_model import SYMBOLS, LanguageModel, ModelConfig, visible_pairs
+from lm.model.language_model import SYMBOLS, LanguageModel, ModelConfig
 from lm.schedule import Stage
 from lm.training.optimizer import build_optimizer
 

@@ -21,11 +21,12 @@ import torch
 from lm.config.checks import schedule_of
 from lm.config.compose import train_config
 from lm.config.schema import Config, ConfigError, UserError
+from lm.costs.flops import flops_per_character
 from lm.costs.gpu_rates import GPUS, Cut, StepTime
 from lm.costs.memory import Memory, step_memory
 from lm.machine.device import DTYPES, choose_device
 from lm.machine.memory import FIRST_STEP, memory_in_use
-from lm.model.language_model import ModelConfig, flops_per_character, parameters
+from lm.model.language_model import ModelConfig, parameters
 from lm.plan.calibration import Calibration
 from lm.schedule import Stage
 from lm.training.profiling import measured_stage

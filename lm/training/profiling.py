@@ -21,11 +21,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lm.config.schema import Config
-from lm.costs.memory import attention_flops
+from lm.costs.flops import attention_flops, flops_per_character
 from lm.machine.device import Device
 from lm.machine.files import write_text
 from lm.machine.memory import peak_memory, reset_peak_memory
-from lm.model.language_model import flops_per_character
 from lm.schedule import Stage
 from lm.training.breakdown import ATTENTION, Breakdown, break_down
 from lm.training.module import TrainingModule

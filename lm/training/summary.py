@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from lm.config.schema import Config
+from lm.costs.flops import flops_per_character
 from lm.costs.memory import FLOAT, step_memory
 from lm.machine.device import DTYPES, Device
 from lm.machine.memory import FIRST_STEP, memory_in_use, memory_left
-from lm.model.language_model import flops_per_character, parameters
+from lm.model.language_model import parameters
 from lm.schedule import Stage
 from lm.training.progress import say
 

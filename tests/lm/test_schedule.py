@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from lm.config.checks import check_train, schedule_of
 from lm.config.schema import ConfigError
-from lm.model.language_model import visible_pairs
 from lm.schedule import ScheduleError, StageTable, build_schedule, by_layer, head_strides
 
 # Sequence, windows of the six groups, learning rate, batch, steps of small and of large.
@@ -81,12 +80,6 @@ def test_layers_are_shared_equally_or_refused(layers, groups):
 def test_the_last_heads_are_the_dilated_ones():
     assert head_strides(4, heads=8, dilated_heads=2) == (1, 1, 1, 1, 1, 1, 4, 4)
     assert head_strides(4, heads=2, dilated_heads=0) == (1, 1)
-
-
-@given(n=st.integers(1, 60), window=st.integers(0, 70), stride=st.integers(1, 9))
-def test_visible_pairs_counts_what_a_head_sees(n, window, stride):
-    seen = sum(1 for i in range(n) for d in range(window + 1) if i - d * stride >= 0)
-    assert visible_pairs(n, window, stride) == seen
 
 
 @pytest.mark.parametrize(

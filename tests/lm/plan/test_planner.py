@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lm.config.checks import schedule_of
+from lm.costs.flops import visible_pairs
 from lm.costs.gpu_rates import GPUS, Cut
 from lm.costs.memory import (
     Memory,
@@ -25,7 +26,6 @@ from lm.model.language_model import (
     ModelConfig,
     bands,
     parameters,
-    visible_pairs,
 )
 from lm.plan import calibration as calibrate
 from lm.plan import check as plan_check
