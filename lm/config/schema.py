@@ -6,13 +6,10 @@ before anything runs. What a value must satisfy beyond its type is checked in `l
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from platformdirs import user_cache_path
 
 from lm.errors import ConfigError, UserError
 from lm.model.language_model import ModelConfig
@@ -30,7 +27,6 @@ __all__ = [
     "UserError",
     "ValidationConfig",
     "added_keys",
-    "data_root",
     "to_config",
 ]
 
@@ -204,20 +200,3 @@ def added_keys(node: DictConfig, kind: type, prefix: str = "") -> Iterator[str]:
             part := OmegaConf.get_type(node, name)
         ):
             yield from added_keys(node[name], part, f"{key}.")
-
-
-def data_root(config: DataConfig) -> Path:
-    """The folder of enwik8 and text8: the key, $LONGCHAR_DATA, or the user's cache folder.
-
-    Raises:
-        ConfigError: if nothing is set and this user has no home folder.
-    """
-    if chosen := config.root or os.environ.get("LONGCHAR_DATA", ""):
-        return Path(chosen)
-    try:
-        return user_cache_path("longchar") / "data"
-    except RuntimeError as error:
-        raise ConfigError(
-            "data.root: found no value, no LONGCHAR_DATA and no home folder to keep texts in; "
-            "set data.root=FOLDER"
-        ) from error

@@ -15,7 +15,7 @@ from kernels.backends import choose_backend
 from kernels.band import Band
 from kernels.call import make_call
 from lm.config.command_schemas import ComputeConfig, SourceConfig
-from lm.config.schema import ConfigError, TrainerConfig
+from lm.config.schema import ConfigError
 from lm.machine.device import Device, choose_device
 from lm.model.checkpoint import build_model, load_checkpoint
 from lm.model.language_model import LanguageModel
@@ -98,15 +98,7 @@ def open_model(source: Source, device: Device, backend: str) -> LanguageModel:
 def compute_device(config: ComputeConfig) -> Device:
     """The device to compute on; float32 products are exact, without TF32."""
     torch.set_float32_matmul_precision("highest")
-    return choose_device(
-        TrainerConfig(
-            accelerator=config.accelerator,
-            devices=config.devices,
-            nodes=config.nodes,
-            precision=config.precision,
-            threads=config.threads,
-        )
-    )
+    return choose_device(config.accelerator, config.precision, config.threads)
 
 
 def autocast(device: Device) -> torch.autocast:

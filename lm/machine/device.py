@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lm.config.schema import ConfigError, TrainerConfig
+from lm.errors import ConfigError
 from lm.machine.files import write_text
 
 PACKAGES = ("torch", "pytorch-lightning", "hydra-core", "apache-tvm", "numpy")
@@ -40,22 +40,22 @@ class Device:
     peak: float
 
 
-def choose_device(config: TrainerConfig) -> Device:
-    """Find the device that the configuration asks for, and measure it (about 0.2 s).
+def choose_device(accelerator: str, precision: str, threads: int | None) -> Device:
+    """Find the device that the keys of `trainer` ask for, and measure it (about 0.2 s).
 
     Raises:
         ConfigError: if it is not there or cannot compute in the precision asked for.
     """
     cuda = torch.cuda.is_available()
-    if config.accelerator == "gpu" and not cuda:
+    if accelerator == "gpu" and not cuda:
         raise ConfigError(
             "trainer.accelerator=gpu: torch finds no CUDA device; use trainer.accelerator=cpu, or "
             "install a CUDA build of torch"
         )
-    kind = "cuda" if cuda and config.accelerator != "cpu" else "cpu"
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    precision = choose_precision(config.precision, kind)
+    kind = "cuda" if cuda and accelerator != "cpu" else "cpu"
+    if threads is not None:
+        torch.set_num_threads(threads)
+    precision = choose_precision(precision, kind)
     if kind == "cuda":
         name = torch.cuda.get_device_name()
     else:

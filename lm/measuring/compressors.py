@@ -15,11 +15,11 @@ from typing import Any
 from data.corpus import DataError
 from kernels import BackendError
 from lm.config.command_schemas import EvalConfig, SampleConfig, merged_data
+from lm.config.corpus import corpus_of
 from lm.config.schema import UserError
 from lm.inference.sampling import sample_command
 from lm.inference.trained_model import open_source
 from lm.measuring.evaluation import evaluate_command
-from lm.measuring.scored_text import corpus_of
 from lm.training.progress import say
 
 COMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = {

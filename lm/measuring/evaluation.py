@@ -12,8 +12,10 @@ from jaxtyping import Float64, Integer
 from torch import Tensor
 
 from lm.config.command_schemas import NEWLINE, ComputeConfig, EvalConfig, check_eval, merged_data
-from lm.config.schema import ConfigError, TrainerConfig
+from lm.config.corpus import corpus_of
+from lm.errors import ConfigError
 from lm.inference.trained_model import autocast, compute_device, open_model, open_source
+from lm.machine.cluster import seat_from_environment
 from lm.machine.device import Device
 from lm.machine.files import check_folder
 from lm.measuring.bpc import Tally
@@ -27,7 +29,7 @@ from lm.measuring.evaluation_record import (
     say,
 )
 from lm.measuring.protocols import Grid, score_windows, share, stream
-from lm.measuring.scored_text import Selection, corpus_difference, corpus_of, select
+from lm.measuring.scored_text import Selection, corpus_difference, select
 from lm.model.checkpoint import stage_of
 from lm.model.language_model import LanguageModel
 
@@ -113,10 +115,8 @@ def launch(config: ComputeConfig, device: Device) -> Team:
         return Team(torch.device(device.kind))
     from lightning_fabric import Fabric
 
-    from lm.training.processes import seat_from_environment
-
     # Refuses other numbers of processes than there are, for which Fabric would wait for ever.
-    seat_from_environment(TrainerConfig(devices=config.devices, nodes=config.nodes))
+    seat_from_environment(config.devices, config.nodes)
     fabric: Fabric = Fabric(
         accelerator=device.kind, devices=config.devices, num_nodes=config.nodes, strategy="ddp"
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from data.corpus import SPLITS, Corpus, Split, open_corpus
-from data.store import absolute
+from data.corpus import SPLITS, Corpus, Split
 from lm.config.command_schemas import EvalConfig
-from lm.config.schema import ConfigError, DataConfig, data_root
+from lm.errors import ConfigError
 from lm.inference.trained_model import Source
 from lm.measuring.protocols import targets_of
 
@@ -26,29 +25,6 @@ class Selection:
     def targets(self) -> int:
         """How many characters could be scored."""
         return targets_of(len(self.text), self.context)
-
-
-def with_absolute_paths(data: DataConfig) -> DataConfig:
-    """The same, so that it can be read in another folder than the one where it was typed."""
-    changed = replace(data)
-    for name in ("root", "path", "train_path", "valid_path", "test_path"):
-        if place := getattr(data, name):
-            setattr(changed, name, str(absolute(place)))
-    return changed
-
-
-def corpus_of(data: DataConfig) -> Corpus:
-    """Open the corpus of a configuration."""
-    return open_corpus(
-        data.name,
-        data_root(data),
-        path=data.path,
-        train_path=data.train_path,
-        valid_path=data.valid_path,
-        test_path=data.test_path,
-        fractions=data.fractions,
-        allow_nonstandard=data.allow_nonstandard,
-    )
 
 
 def corpus_difference(source: Source, corpus: Corpus) -> str:

@@ -22,10 +22,10 @@ import torch
 from data.corpus import DataError
 from kernels import BackendError
 from lm.config.command_schemas import ComputeConfig, EvalConfig, merged_data
+from lm.config.corpus import corpus_of
 from lm.config.schema import UserError
 from lm.inference.trained_model import compute_device, open_model, open_source
 from lm.measuring.protocols import CHUNK, stream
-from lm.measuring.scored_text import corpus_of
 from lm.model.checkpoint import stage_of
 from lm.model.language_model import LanguageModel
 

@@ -148,7 +148,9 @@ def estimators(
     With each come the bytes of a number in its matrix products and those of a process at rest.
     """
     if not named:
-        device = choose_device(config.trainer)
+        device = choose_device(
+            config.trainer.accelerator, config.trainer.precision, config.trainer.threads
+        )
         on_cpu = device.kind == "cpu"
         program = memory_in_use(torch.device("cpu")) + FIRST_STEP if on_cpu else 0
         yield Calibration(config.model, device), DTYPES[device.precision].itemsize, program

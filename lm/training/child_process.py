@@ -22,7 +22,8 @@ def main() -> None:
     sys.excepthook = leave_with_error
     # Only now, since these imports take seconds in which the first process may end.
     from lm.config.command_line import USER_ERRORS, one_line
-    from lm.training.processes import PATIENCE, Seat
+    from lm.machine.cluster import Seat
+    from lm.training.processes import PATIENCE
     from lm.training.run import train
 
     seat = Seat(**invitation["seat"])

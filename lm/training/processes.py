@@ -18,40 +18,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.utilities import rank_zero_only
 
-from lm.config.schema import Config, ConfigError, TrainerConfig, UserError
+from lm.config.schema import Config
+from lm.errors import UserError
+from lm.machine.cluster import Seat, seat_from_environment
 from lm.training.signals import Signals, Stop, Stopped
 
 LOCALHOST = "127.0.0.1"
 PATIENCE = 10.0  # seconds in which a process that was told to end has to be gone
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A process's place: its number among all, and on its node.
-
-    Attributes:
-        port: of the first process's meeting point, if that process started this one; else 0.
-    """
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    node: int = 0
-    port: int = 0
 
 
 class Environment(LightningEnvironment):
@@ -123,7 +105,7 @@ def joined(config: Config, kind: str, signals: Signals, seat: Seat | None) -> It
     Raises:
         ConfigError: if another number of processes was started than the configuration has.
     """
-    started = seat or seat_from_environment(config.trainer)
+    started = seat or seat_from_environment(config.trainer.devices, config.trainer.nodes)
     here = started or Seat(world=config.trainer.devices)
     rank_zero_only.rank = here.rank  # type: ignore[attr-defined]
     if here.world == 1:
@@ -145,42 +127,6 @@ def joined(config: Config, kind: str, signals: Signals, seat: Seat | None) -> It
         raise
     finally:
         others.end()
-
-
-def seat_from_environment(config: TrainerConfig) -> Seat | None:
-    """The place that srun or torchrun gave to this process; None if neither started it.
-
-    Raises:
-        ConfigError: if the numbers of processes differ.
-    """
-    environment: ClusterEnvironment
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        environment, starter = TorchElasticEnvironment(), "torchrun"
-    elif SLURMEnvironment.detect():
-        try:
-            environment, starter = SLURMEnvironment(auto_requeue=False), "srun"
-        except RuntimeError as error:
-            raise ConfigError(
-                f"trainer.devices={config.devices}, trainer.nodes={config.nodes}: {error}"
-            ) from error
-        os.environ.setdefault("MASTER_ADDR", environment.main_address)
-        os.environ.setdefault("MASTER_PORT", str(environment.main_port))
-    elif config.nodes > 1:
-        raise ConfigError(
-            f"trainer.nodes={config.nodes}: this process knows of no others; start it on each "
-            "node with srun or torchrun"
-        )
-    else:
-        return None
-    world = environment.world_size()
-    if world != config.devices * config.nodes:
-        raise ConfigError(
-            f"trainer.devices={config.devices}, trainer.nodes={config.nodes}: expected "
-            f"{config.devices * config.nodes} processes, {starter} says there are {world}; let "
-            "both agree (Slurm: --ntasks-per-node is trainer.devices, --nodes is trainer.nodes)"
-        )
-    rank, local = environment.global_rank(), environment.local_rank()
-    return Seat(rank, world, local, environment.node_rank())
 
 
 def meeting_point(seat: Seat) -> dist.TCPStore:

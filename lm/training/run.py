@@ -25,17 +25,18 @@ from filelock import FileLock, Timeout
 from data.corpus import Corpus, check_length
 from kernels import describe_choice
 from lm.config.checks import check_train, schedule_of
+from lm.config.corpus import corpus_of, with_absolute_paths
 from lm.config.schema import Config, ConfigError, UserError
+from lm.machine.cluster import Seat
 from lm.machine.device import Device, choose_device
 from lm.machine.files import explained
-from lm.measuring.scored_text import corpus_of, with_absolute_paths
 from lm.model.checkpoint import load_checkpoint, load_weights
 from lm.model.compilation import check_compiler, compile_blocks
 from lm.model.language_model import LanguageModel, bands
 from lm.schedule import Stage
 from lm.training.loggers import check_logger
 from lm.training.module import TrainingModule
-from lm.training.processes import Seat, Team, joined
+from lm.training.processes import Team, joined
 from lm.training.profiling import measured_stage
 from lm.training.progress import say
 from lm.training.resume import (
@@ -97,7 +98,9 @@ def train_stages(config: Config, signals: Signals, seat: Seat | None) -> None:
     config = replace(config, data=with_absolute_paths(config.data))
     schedule = schedule_of(config)
     chosen = list(schedule.stages) if config.stage == "all" else [schedule[int(config.stage)]]
-    device = choose_device(config.trainer)
+    device = choose_device(
+        config.trainer.accelerator, config.trainer.precision, config.trainer.threads
+    )
     if config.model.backend != "auto":
         head_width = config.model.width // config.model.heads
         describe_choice(config.model.backend, dim=head_width, device=device.kind)

@@ -34,7 +34,7 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(lm.training.stage.pl, "Trainer", with_scaler)
     monkeypatch.setattr(
-        lm.training.run, "choose_device", lambda _: Device("cpu", "cpu", "16-mixed", 1e11)
+        lm.training.run, "choose_device", lambda *_: Device("cpu", "cpu", "16-mixed", 1e11)
     )
 
 

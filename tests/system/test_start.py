@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from lm.config.command_schemas import DataOverride, merged_data
+from lm.config.corpus import corpus_of
 from lm.config.schema import ConfigError, UserError
-from lm.measuring.scored_text import corpus_of
+from lm.machine.cluster import Seat
 from lm.model.checkpoint import CheckpointError, load_checkpoint
-from lm.training.processes import Seat, Team
+from lm.training.processes import Team
 from lm.training.run import locked
 from tests.system.conftest import Reference
 from tests.system.micro import micro, outcome, plain

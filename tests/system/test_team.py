@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from lm.config.schema import ConfigError, TrainerConfig
-from lm.training.processes import Others, seat_from_environment
+from lm.config.schema import ConfigError
+from lm.machine.cluster import seat_from_environment
+from lm.training.processes import Others
 from lm.training.signals import Stop, Stopped
 from tests.system.micro import metrics, micro, outcome, stage_folders
 from tests.system.trial import Nursery, Trial
@@ -225,15 +226,15 @@ def test_another_number_of_processes_is_refused(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_NODELIST", "node1")
     with pytest.raises(ConfigError, match=message):
-        seat_from_environment(TrainerConfig(devices=devices))
+        seat_from_environment(devices, 1)
 
 
 def test_an_interactive_session_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")
-    assert seat_from_environment(TrainerConfig(devices=2)) is None
+    assert seat_from_environment(2, 1) is None
 
 
 def test_nodes_need_a_launcher() -> None:
     with pytest.raises(ConfigError, match="trainer.nodes=2: this process knows of no others"):
-        seat_from_environment(TrainerConfig(nodes=2))
+        seat_from_environment(1, 2)

@@ -203,9 +203,9 @@ def test_another_corpus_is_said_and_a_changed_one_refused(
     assert any(note.startswith("ANOTHER CORPUS") for note in record["notes"])
     assert "note: ANOTHER CORPUS" in capsys.readouterr().out
 
-    from lm.measuring import scored_text as selection
+    from lm.config import corpus
 
-    monkeypatch.setattr(selection, "open_corpus", renamed(selection.open_corpus, "stdlib"))
+    monkeypatch.setattr(corpus, "open_corpus", renamed(corpus.open_corpus, "stdlib"))
     record = evaluate_command(EvalConfig(run="x"))
     assert "the model was trained on file, this is stdlib" in record["notes"][0]
 
@@ -222,10 +222,10 @@ def renamed(open_corpus: object, name: str):
 def test_other_bytes_under_the_same_name_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lm.measuring import scored_text as selection
+    from lm.config import corpus
 
     path = save_run(tmp_path, tiny_model(), random_text(3000))
-    monkeypatch.setattr(selection, "open_corpus", renamed(selection.open_corpus, "enwik8"))
+    monkeypatch.setattr(corpus, "open_corpus", renamed(corpus.open_corpus, "enwik8"))
     from lm.measuring import evaluation as measure
 
     source = measure.open_source(EvalConfig(ckpt=str(path)))
