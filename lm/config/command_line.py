@@ -1,6 +1,7 @@
 """How a command starts, and how its errors end: one line, a non-zero exit, no stack trace.
 
-Only mistakes that a user can mend are shortened. Everything else keeps its trace.
+Only mistakes that a user can mend are shortened. Everything else keeps its trace. Hydra has no hook
+for its messages, which spread over several lines and name its own classes, not what to do next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Files that are either whole or absent: written beside their target, flushed, then renamed."""
+"""Files that are either whole or absent: written beside their target, flushed, then renamed.
+
+Lightning's writer makes a second copy in memory, does not flush to the disk and keeps no earlier
+file (docs/deviations.md).
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ On one node the first process starts the others itself (`child_process`) and han
 and the whole configuration through a pipe. The pipe stays open as long as the first process lives,
 so when that is gone, however it went, the others see the end of it and go too. On several nodes
 Slurm's srun or torchrun start all processes, and say in the environment who is who.
+
+Lightning's own launcher leaves its processes running when the first one is killed, and shares the
+terminal's signals with them (docs/deviations.md).
 """
 
 from __future__ import annotations

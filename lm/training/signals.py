@@ -4,6 +4,9 @@ The state at the last step border (weights, optimiser, counters) does not change
 step is computed, so a run may be stopped anywhere there: `Stopped` is raised, the unfinished step
 is dropped and the border is saved (see `saving`). Only between the end of a step's arithmetic
 and the end of its border's work is the state half changed; there the wish to stop is held back.
+
+Lightning looks at SIGTERM between two batches only, saves nothing and exits with 0; of the other
+signals it knows Slurm's alone (docs/deviations.md).
 """
 
 from __future__ import annotations
